@@ -25,7 +25,9 @@ app.command("plan")(plan.plan)
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (default: the process's own) and return its exit code."""
     try:
-        code = app(args=list(arguments) if arguments is not None else None, prog_name="loadmaster", standalone_mode=False)
+        code = app(
+            args=list(arguments) if arguments is not None else None, prog_name="loadmaster", standalone_mode=False
+        )
     except click.exceptions.NoArgsIsHelpError as help_shown:
         print(help_shown.format_message())
         return 2

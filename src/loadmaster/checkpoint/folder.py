@@ -1,0 +1,220 @@
+"""Opens a checkpoint: one `.safetensors` file, a folder with an index, or a folder of `.safetensors` files."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from loadmaster.checkpoint.safetensors import Entry, FileHeader, read_header
+from loadmaster.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["INDEX_NAME", "Checkpoint", "open_checkpoint", "paused_garbage_collection"]
+
+INDEX_NAME = "model.safetensors.index.json"
+_NUMBERED_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
+
+
+class Checkpoint(Mapping[str, Entry]):
+    """The tensors of a checkpoint by name, in the order of their files and offsets; nothing but headers was read.
+
+    Attributes
+    ----------
+    path : str
+        What was opened.
+    files : dict of str to FileIdentity
+        Its files, in order, each with what it was when its header was read.
+    config : dict
+        The ``config.json`` beside them, empty where there is none.
+    """
+
+    def __init__(self, path: str, headers: Mapping[str, FileHeader], config: dict[str, Any]) -> None:
+        self.path = path
+        self.files = {file: header.identity for file, header in headers.items()}
+        self.config = config
+        self._entries: dict[str, Entry] = {}
+        for file, header in headers.items():
+            for entry in header.entries:
+                first = self._entries.setdefault(entry.name, entry)
+                if first is not entry:
+                    raise CheckpointError(f"{path}: tensor {entry.name!r} is in two files, {first.file} and {file}")
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {len(self)} tensors, {self.num_bytes} bytes, {len(self.files)} files>"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor into new memory."""
+        return self.read_slice(name, ())
+
+    def read_slice(self, name: str, slices: Sequence[slice | int]) -> torch.Tensor:
+        """Read a part of one tensor into new memory, as ``tensor[slices]`` would be.
+
+        Parameters
+        ----------
+        name : str
+            A tensor of this checkpoint.
+        slices : sequence of slice or int
+            One for each leading dimension, steps of 1; only the bytes along the first narrowed dimension are read.
+        """
+        from loadmaster.checkpoint.load import read_slice
+
+        if name not in self:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        return read_slice(self, self[name], slices)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint at ``path`` and check the headers of all its files.
+
+    Parameters
+    ----------
+    path : path
+        A ``.safetensors`` file, a folder with ``model.safetensors.index.json`` or a folder of ``.safetensors`` files.
+        A model hub's cache, whose snapshot folder links into ``blobs/``, opens as it is.
+
+    Raises
+    ------
+    CheckpointError
+        Something is missing, truncated, given twice or not safetensors; the message names it.
+    """
+    place = Path(path)
+    if not place.exists():
+        dangling = "is a link to a file that is missing" if place.is_symlink() else "does not exist"
+        raise CheckpointError(f"{place} {dangling}")
+    with paused_garbage_collection():
+        if not place.is_dir():
+            return _open_file(place)
+        index = place / INDEX_NAME
+        weight_map = _read_index(index) if index.is_file() else None
+        files = _files_of_index(index, weight_map) if weight_map is not None else _files_of_folder(place)
+        headers = {os.fspath(file): read_header(file) for file in files}
+        checkpoint = Checkpoint(os.fspath(place), headers, _read_config(place))
+        if weight_map is not None:
+            _check_index(checkpoint, index, weight_map)
+        return checkpoint
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Keep the cyclic collector still while many small objects are made: its passes double the time of 100,000."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_file(file: Path) -> Checkpoint:
+    if file.suffix in _OTHER_FORMATS:
+        raise CheckpointError(
+            f"{file} is a {file.suffix} checkpoint, which only its own library can read; save it as safetensors first"
+        )
+    if file.name.endswith(".safetensors.index.json"):
+        raise CheckpointError(f"{file} is the index of a checkpoint; give the folder {file.parent}")
+    return Checkpoint(os.fspath(file), {os.fspath(file): read_header(file)}, _read_config(file.parent))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as refused:
+        raise CheckpointError(f"{path} cannot be read: {refused.strerror or refused}") from None
+    except (ValueError, RecursionError) as broken:
+        raise CheckpointError(f"{path} is not valid JSON: {broken}") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the index's map of tensor name to file name, each checked to stay inside the folder."""
+    document = _read_json(index)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file:
+            raise CheckpointError(f"{index}: tensor {name!r} has {file!r} where a file name is needed")
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or "\0" in file:
+            raise CheckpointError(f"{index}: tensor {name!r} points outside the folder, to {file!r}")
+    return weight_map
+
+
+def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
+    files = [index.parent / file for file in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{index} names the file {file.name}, which is missing")
+    return files
+
+
+def _check_index(checkpoint: Checkpoint, index: Path, weight_map: dict[str, str]) -> None:
+    for name, file in weight_map.items():
+        entry = checkpoint.get(name)
+        if entry is None:
+            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
+        if not entry.file.endswith(file):
+            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {entry.file}")
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    try:
+        names = sorted(file.name for file in folder.iterdir())
+    except OSError as refused:
+        raise CheckpointError(f"{folder} cannot be read: {refused.strerror or refused}") from None
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if not files:
+        raise CheckpointError(_why_no_files(folder, names))
+    _check_numbering(folder, {file.name for file in files})
+    return files
+
+
+def _why_no_files(folder: Path, names: list[str]) -> str:
+    others = [name for name in names if name.endswith(_OTHER_FORMATS)]
+    if others:
+        return f"{folder} holds no .safetensors file but {others[0]}; save the checkpoint as safetensors first"
+    return f"{folder} holds no .safetensors file" if names else f"{folder} is empty"
+
+
+def _check_numbering(folder: Path, names: set[str]) -> None:
+    """Files named ``x-00001-of-00004`` must be there in full: without an index nothing else tells of a missing one."""
+    for name in sorted(names):
+        match = _NUMBERED_SHARD.fullmatch(name)
+        if match is None:
+            continue
+        for number in range(1, int(match["count"]) + 1):
+            wanted = f"{match['stem']}-{number:05d}-of-{match['count']}.safetensors"
+            if wanted not in names:
+                raise CheckpointError(f"{folder} holds {name}, and {wanted} is missing")

@@ -1,0 +1,391 @@
+"""Executes placements: k threads read pieces of the files straight into final memory.
+
+    placements --plan_pieces--> pieces in file order --+--> thread 1: preadv, strided copy, convert --+--> memory
+                                                       +--> thread k                                  |
+                                      errors, progress <----------------------------------------------+
+
+Parallel across pieces and never inside them: no thread team, no barrier. Pieces are bounded in bytes and every thread
+takes the next one when it is free, so the bytes balance by themselves while the files are read in order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from loadmaster.checkpoint.dtypes import import_torch, item_bytes, torch_dtype
+from loadmaster.checkpoint.placement import Placement, Run, runs_of
+from loadmaster.checkpoint.safetensors import FileIdentity
+from loadmaster.checkpoint.vectored import (
+    MAX_VECTORS,
+    SCRATCH_BYTES,
+    FileTruncatedError,
+    StridedCopier,
+    read_into,
+)
+from loadmaster.errors import CheckpointError
+from loadmaster.threads.openmp import use_one_thread_here
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Destination", "ReadResult", "plan_pieces", "read_pieces"]
+
+PIECE_BYTES = 8 << 20
+"""The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
+
+DIRECT_RUN_BYTES = 64 << 10
+"""Runs at least this long are read one by one; a map would save nothing (a call costs 1 us, the copy of it 10)."""
+
+_PROGRESS_SECONDS = 0.1
+
+
+class Destination(NamedTuple):
+    """Where a tensor begins: byte ``offset`` of ``buffer``."""
+
+    buffer: memoryview
+    offset: int
+
+
+class Piece(NamedTuple):
+    """A bounded part of one file that one thread reads in one go.
+
+    ``run.target`` is absolute in the buffers here. A plain read of neighbours has ``vectors``; a strided or converted
+    one has its ``run`` and ``buffer``.
+    """
+
+    file: str
+    offset: int
+    num_bytes: int
+    vectors: list[tuple[memoryview, int, int]]
+    run: Run | None = None
+    buffer: memoryview | None = None
+    dtypes: tuple[str, str] | None = None
+
+
+@dataclass
+class ReadResult:
+    """What reading did: bytes that came out of the files, and the seconds that the threads spent in each phase."""
+
+    bytes_read: int = 0
+    read_seconds: float = 0.0
+    convert_seconds: float = 0.0
+
+    def add(self, other: ReadResult) -> None:
+        """Add what another thread did."""
+        self.bytes_read += other.bytes_read
+        self.read_seconds += other.read_seconds
+        self.convert_seconds += other.convert_seconds
+
+
+def plan_pieces(
+    placements: Sequence[Placement], destinations: Sequence[Destination], piece_bytes: int = PIECE_BYTES
+) -> list[Piece]:
+    """Cut the work into pieces in file order, small neighbours of a file joined into one vectored read."""
+    reads: list[tuple[str, int, int, memoryview, int]] = []
+    pieces: list[Piece] = []
+    for placement, (buffer, begin) in zip(placements, destinations, strict=True):
+        entry = placement.entry
+        if placement.dtype != entry.dtype:
+            pieces += _converting_pieces(placement, buffer, begin)
+        elif not placement.moves:
+            if entry.num_bytes:
+                reads.append((entry.file, entry.offset, entry.num_bytes, buffer, begin))
+        else:
+            for run in runs_of(placement):
+                if run.count == 1 or run.num_bytes >= DIRECT_RUN_BYTES:
+                    reads += _single_runs(entry.file, run, buffer, begin)
+                else:
+                    pieces += _strided_pieces(entry.file, run, buffer, begin, piece_bytes)
+    reads.sort(key=lambda read: read[:2])
+    pieces += _join_neighbours(reads, piece_bytes)
+    pieces.sort(key=lambda piece: piece[:2])
+    return pieces
+
+
+def _single_runs(
+    file: str, run: Run, buffer: memoryview, begin: int
+) -> Iterable[tuple[str, int, int, memoryview, int]]:
+    for index in range(run.count):
+        source = run.source + index * run.source_stride
+        yield file, source, run.num_bytes, buffer, begin + run.target + index * run.target_stride
+
+
+def _join_neighbours(reads: list[tuple[str, int, int, memoryview, int]], piece_bytes: int) -> list[Piece]:
+    """Join reads that follow each other in a file, up to ``piece_bytes``; cut those that are longer."""
+    pieces: list[Piece] = []
+    vectors: list[tuple[memoryview, int, int]] = []
+    file, start, position = "", 0, -1
+    for read_file, offset, size, buffer, target in reads:
+        if read_file != file or offset != position or len(vectors) >= MAX_VECTORS:
+            _close_piece(pieces, file, start, position, vectors)
+            file, start, position, vectors = read_file, offset, offset, []
+        while size:
+            room = piece_bytes - (position - start)
+            if room <= 0:
+                _close_piece(pieces, file, start, position, vectors)
+                start, vectors, room = position, [], piece_bytes
+            taken = min(size, room)
+            if vectors and vectors[-1][0] is buffer and vectors[-1][2] == target:
+                vectors[-1] = (buffer, vectors[-1][1], target + taken)
+            else:
+                vectors.append((buffer, target, target + taken))
+            position += taken
+            target += taken
+            size -= taken
+    _close_piece(pieces, file, start, position, vectors)
+    return pieces
+
+
+def _close_piece(
+    pieces: list[Piece], file: str, start: int, end: int, vectors: list[tuple[memoryview, int, int]]
+) -> None:
+    if vectors:
+        pieces.append(Piece(file, start, end - start, vectors))
+
+
+def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_bytes: int) -> Iterable[Piece]:
+    """Cut a strided run so that each piece spans about ``piece_bytes`` of the file."""
+    rows = max(1, piece_bytes // run.source_stride)
+    for first in range(0, run.count, rows):
+        part = _part_of(run, first, min(rows, run.count - first), begin)
+        yield Piece(file, part.source, part.num_bytes * part.count, [], part, buffer)
+
+
+def _part_of(run: Run, first: int, count: int, begin: int) -> Run:
+    return run._replace(
+        source=run.source + first * run.source_stride,
+        target=begin + run.target + first * run.target_stride,
+        count=count,
+    )
+
+
+def _converting_pieces(placement: Placement, buffer: memoryview, begin: int) -> Iterable[Piece]:
+    """Pieces whose source fits the scratch; targets are scaled to the size of the target's elements."""
+    dtypes = (placement.entry.dtype, placement.dtype)
+    item, target_item = (item_bytes(dtype) for dtype in dtypes)
+    for run in runs_of(placement):
+        for part in _scratch_sized(run, SCRATCH_BYTES - SCRATCH_BYTES % item):
+            scaled = part._replace(
+                target=begin + part.target // item * target_item, target_stride=part.target_stride // item * target_item
+            )
+            yield Piece(placement.entry.file, part.source, part.num_bytes * part.count, [], scaled, buffer, dtypes)
+
+
+def _scratch_sized(run: Run, scratch_bytes: int) -> Iterable[Run]:
+    if run.num_bytes <= scratch_bytes:
+        rows = max(1, scratch_bytes // run.num_bytes)
+        for first in range(0, run.count, rows):
+            yield _part_of(run, first, min(rows, run.count - first), 0)
+        return
+    for index in range(run.count):
+        row = _part_of(run, index, 1, 0)
+        for start in range(0, run.num_bytes, scratch_bytes):
+            size = min(scratch_bytes, run.num_bytes - start)
+            yield row._replace(source=row.source + start, target=row.target + start, num_bytes=size)
+
+
+def read_pieces(
+    pieces: Sequence[Piece],
+    files: Mapping[str, FileIdentity],
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+    tensor_at: Callable[[str, int], str] | None = None,
+) -> ReadResult:
+    """Read all ``pieces`` with ``threads`` threads; return when every byte is in its place.
+
+    Parameters
+    ----------
+    files : mapping of str to FileIdentity
+        What each file was when its header was read; a file that has changed since is an error.
+    progress : callable, optional
+        Called in this thread about ten times a second with the bytes placed so far.
+    tensor_at : callable, optional
+        Names the tensor at an offset of a file, for the error that a failed read becomes.
+
+    Raises
+    ------
+    CheckpointError
+        A file is truncated, changed or unreadable; names file, tensor offset and cause. No thread is left running.
+    """
+    needed = {piece.file for piece in pieces}
+    with _OpenFiles({file: identity for file, identity in files.items() if file in needed}) as open_files:
+        team = _Team(pieces, open_files.descriptors, tensor_at or (lambda file, offset: ""))
+        team.run(max(1, min(threads, len(pieces))), progress)
+        open_files.check_unchanged()
+    return team.result
+
+
+class _OpenFiles:
+    """The descriptors of the files of one load, closed on every way out."""
+
+    def __init__(self, files: Mapping[str, FileIdentity]) -> None:
+        self._files = files
+        self.descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> _OpenFiles:
+        try:
+            for file in self._files:
+                self.descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.check_unchanged()
+        except OSError as refused:
+            self.__exit__()
+            raise CheckpointError(f"{refused.filename} cannot be read: {refused.strerror}") from None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.descriptors.clear()
+
+    def check_unchanged(self) -> None:
+        """Raise if a file is no longer what it was when its header was read: its bytes may be of two versions."""
+        for file, descriptor in self.descriptors.items():
+            now, then = FileIdentity.of(os.fstat(descriptor)), self._files[file]
+            if now.num_bytes < then.num_bytes:
+                raise CheckpointError(
+                    f"{file} was truncated while it was being read: it had {then.num_bytes} bytes and has "
+                    f"{now.num_bytes}"
+                )
+            if now != then:
+                raise CheckpointError(f"{file} was changed while it was being read; load it again when it is complete")
+
+
+@dataclass
+class _Team:
+    """The reading threads of one load and what they share."""
+
+    pieces: Sequence[Piece]
+    descriptors: Mapping[str, int]
+    tensor_at: Callable[[str, int], str]
+    result: ReadResult = field(default_factory=ReadResult)
+    failure: BaseException | None = None
+    _next: int = 0
+    _running: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _finished: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, threads: int, progress: Callable[[int], None] | None) -> None:
+        self._running = threads
+        workers = [_Worker(self.descriptors) for _ in range(threads)]
+        members = [
+            threading.Thread(target=self._work, args=(worker,), name=f"loadmaster-read-{number}", daemon=True)
+            for number, worker in enumerate(workers)
+        ]
+        for member in members:
+            member.start()
+        try:
+            while not self._finished.wait(_PROGRESS_SECONDS if progress else None):
+                if progress:
+                    progress(sum(worker.placed_bytes for worker in workers))
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            for member in members:
+                member.join()
+        if self.failure is not None:
+            raise self.failure
+        if progress:
+            progress(sum(worker.placed_bytes for worker in workers))
+
+    def _work(self, worker: _Worker) -> None:
+        piece = None
+        try:
+            while (piece := self._take()) is not None:
+                worker.execute(piece)
+        except BaseException as error:
+            with self._lock:
+                self.failure = self.failure or self._explained(error, piece)
+            self._stop()
+        finally:
+            with self._lock:
+                self.result.add(worker.result)
+                self._running -= 1
+                if not self._running:
+                    self._finished.set()
+
+    def _take(self) -> Piece | None:
+        with self._lock:
+            index = self._next
+            self._next += 1
+        return self.pieces[index] if index < len(self.pieces) else None
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._next = len(self.pieces)
+
+    def _explained(self, error: BaseException, piece: Piece | None) -> BaseException:
+        if piece is None or not isinstance(error, (FileTruncatedError, OSError)):
+            return error
+        offset = error.offset if isinstance(error, FileTruncatedError) else piece.offset
+        tensor = self.tensor_at(piece.file, offset)
+        place = f"at offset {offset}" + (f", in tensor {tensor!r}" if tensor else "")
+        if isinstance(error, FileTruncatedError):
+            return CheckpointError(f"{piece.file} was truncated while it was being read, {place}")
+        return CheckpointError(f"{piece.file} cannot be read {place}: {error.strerror or error}")
+
+
+class _Worker:
+    """One thread's hands: its scratch, its copier and its account of seconds."""
+
+    def __init__(self, descriptors: Mapping[str, int]) -> None:
+        self._descriptors = descriptors
+        self._copier = StridedCopier()
+        self._scratch: memoryview | None = None
+        self.placed_bytes = 0
+        self.result = ReadResult()
+
+    def execute(self, piece: Piece) -> None:
+        """Read one piece into its place."""
+        started = time.perf_counter()
+        descriptor = self._descriptors[piece.file]
+        if piece.run is None:
+            buffers = [buffer[start:stop] for buffer, start, stop in piece.vectors]
+            self.result.bytes_read += read_into(descriptor, buffers, piece.offset)
+            self.result.read_seconds += time.perf_counter() - started
+        elif piece.dtypes is None:
+            assert piece.buffer is not None
+            target = piece.buffer[piece.run.target :]
+            self.result.bytes_read += self._copy(piece.run, descriptor, target, piece.run.target_stride)
+            self.result.read_seconds += time.perf_counter() - started
+        else:
+            assert piece.buffer is not None
+            self._convert(piece.run, descriptor, piece.buffer, piece.dtypes)
+        self.placed_bytes += piece.num_bytes
+
+    def _copy(self, run: Run, descriptor: int, target: memoryview, stride: int) -> int:
+        if run.count == 1:
+            return read_into(descriptor, [target[: run.num_bytes]], run.source)
+        return self._copier.copy(descriptor, run.source, run.source_stride, target, stride, run.num_bytes, run.count)
+
+    def _convert(self, run: Run, descriptor: int, buffer: memoryview, dtypes: tuple[str, str]) -> None:
+        """Read ``run`` into the scratch and convert it into its place; in this thread, torch has one thread."""
+        torch = import_torch()
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+            use_one_thread_here()
+        started = time.perf_counter()
+        self.result.bytes_read += self._copy(run, descriptor, self._scratch, run.num_bytes)
+        read = time.perf_counter()
+        columns = run.num_bytes // item_bytes(dtypes[0])
+        source = torch.frombuffer(self._scratch, dtype=torch_dtype(dtypes[0]), count=columns * run.count)
+        target = _strided_tensor(buffer, run, columns, dtypes[1])
+        target.copy_(source.view(run.count, columns))
+        self.result.read_seconds += read - started
+        self.result.convert_seconds += time.perf_counter() - read
+
+
+def _strided_tensor(buffer: memoryview, run: Run, columns: int, dtype: str) -> torch.Tensor:
+    torch = import_torch()
+    stride = run.target_stride // item_bytes(dtype) if run.count > 1 else columns
+    length = (run.count - 1) * stride + columns
+    flat = torch.frombuffer(buffer, dtype=torch_dtype(dtype), count=length, offset=run.target)
+    return flat.as_strided((run.count, columns), (stride, 1))  # type: ignore[no-any-return]

@@ -1,0 +1,166 @@
+"""Where a load puts its tensors: new memory, a mapping's tensors, or the parameters and buffers of a module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype
+from loadmaster.checkpoint.memory import ALIGNMENT, Arena
+from loadmaster.checkpoint.placement import Placement, covered_bytes
+from loadmaster.checkpoint.reader import Destination
+from loadmaster.errors import InputError, PlacementError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Target", "new_memory", "target_of"]
+
+
+class Target:
+    """Placements with the memory that each goes to; ``hand_out`` gives the tensors away once all are complete."""
+
+    def __init__(self, placements: Sequence[Placement], existing: Mapping[str, torch.Tensor]) -> None:
+        self.placements = placements
+        fresh = [placement for placement in placements if placement.name not in existing]
+        self.tensors, places = new_memory(fresh)
+        for name, tensor in existing.items():
+            places[name] = Destination(memoryview(_bytes_of(tensor)), 0)
+        self.destinations = [places[placement.name] for placement in placements]
+        for placement in placements:
+            if placement.name in existing and covered_bytes(placement) < placement.num_bytes:
+                existing[placement.name].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(placement.num_bytes for placement in self.placements)
+
+    def hand_out(self) -> None:
+        """Give the complete tensors to whom they were loaded for."""
+
+
+def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor], dict[str, Destination]]:
+    """Lay the tensors out in one arena, in order, each at a multiple of 64 bytes; return them and their places."""
+    sizes = [placement.num_bytes for placement in placements]
+    ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    arena = Arena(ends[-1] if ends else 0)
+    tensors, places = {}, {}
+    for placement, end, size in zip(placements, ends, sizes, strict=True):
+        offset = end - -(-size // ALIGNMENT) * ALIGNMENT
+        tensors[placement.name] = arena.tensor(offset, placement.dtype, placement.shape)
+        places[placement.name] = Destination(arena.buffer, arena.start + offset)
+    return tensors, places
+
+
+class _NewMapping(Target):
+    def __init__(self, mapping: MutableMapping[str, torch.Tensor], placements: Sequence[Placement]) -> None:
+        super().__init__(placements, {})
+        self._mapping = mapping
+
+    def hand_out(self) -> None:
+        self._mapping.update(self.tensors)
+
+
+class _Filled(Target):
+    """Tensors that exist: those in plain memory are filled in place, the others through new memory."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], placements: Sequence[Placement]) -> None:
+        self._state = state
+        placements = [_fitted(placement, state[placement.name]) for placement in placements]
+        direct = {
+            placement.name: state[placement.name]
+            for placement in placements
+            if _is_plain_memory(state[placement.name]) and placement.num_bytes
+        }
+        super().__init__(placements, direct)
+
+    def hand_out(self) -> None:
+        torch = import_torch()
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                self._state[name].copy_(tensor)
+
+
+class _Module(_Filled):
+    """A module: what lies on the meta device is replaced, everything else is filled in place."""
+
+    def __init__(self, module: torch.nn.Module, placements: Sequence[Placement]) -> None:
+        super().__init__({name: tensor.detach() for name, tensor in _state_of(module).items()}, placements)
+        self._module = module
+
+    def hand_out(self) -> None:
+        meta = {name for name in self.tensors if self._state[name].is_meta}
+        assigned = {name: self.tensors.pop(name) for name in meta}
+        if assigned:
+            self._module.load_state_dict(assigned, strict=False, assign=True)
+        super().hand_out()
+
+
+def target_of(target: torch.nn.Module | MutableMapping[str, torch.Tensor], placements: Sequence[Placement]) -> Target:
+    """Return the `Target` for what a caller of ``load`` gave, names and shapes checked.
+
+    Raises
+    ------
+    PlacementError
+        A name that only the target or only the checkpoint has, or another shape.
+    """
+    if isinstance(target, MutableMapping):
+        if not target:
+            return _NewMapping(target, placements)
+        _check_names(dict(target), placements)
+        return _Filled(target, placements)
+    torch = import_torch()
+    if isinstance(target, torch.nn.Module):
+        _check_names(_state_of(target), placements)
+        return _Module(target, placements)
+    raise InputError(f"the target must be a torch module or a mutable mapping of tensors, not {type(target).__name__}")
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return module.state_dict(keep_vars=True)
+
+
+def _check_names(state: Mapping[str, torch.Tensor], placements: Sequence[Placement]) -> None:
+    """Every name on both sides; a tied tensor counts as given when it is given under its other name."""
+    names = {placement.name for placement in placements}
+    given = {id(tensor) for name, tensor in state.items() if name in names}
+    missing = [name for name, tensor in state.items() if name not in names and id(tensor) not in given]
+    unexpected = [name for name in names if name not in state]
+    if missing:
+        raise PlacementError(f"the checkpoint has no tensor for {_some(missing)} of the target")
+    if unexpected:
+        raise PlacementError(f"the target has no place for {_some(sorted(unexpected))} of the checkpoint")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _fitted(placement: Placement, tensor: torch.Tensor) -> Placement:
+    """The placement with the dtype of an existing tensor, whose shape must be the placement's."""
+    if tuple(tensor.shape) != tuple(placement.shape):
+        raise PlacementError(
+            f"tensor {placement.name!r} has the shape {list(placement.shape)} in the checkpoint "
+            f"and {list(tensor.shape)} in the target"
+        )
+    dtype = name_of_torch_dtype(tensor.dtype)
+    source = placement.entry.dtype
+    if dtype != source and not (DTYPES[dtype].floating and DTYPES[source].floating):
+        raise PlacementError(
+            f"tensor {placement.name!r} is {source} in the checkpoint and {dtype} in the target, "
+            "and only plain floating-point dtypes are converted"
+        )
+    return placement._replace(dtype=dtype)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    torch = import_torch()
+    return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.layout == torch.strided)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    torch = import_torch()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

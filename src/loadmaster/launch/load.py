@@ -1,0 +1,139 @@
+"""Loads one checkpoint into N ranks of this host: the parent's side and the rank's side of ``loadmaster load``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loadmaster.checkpoint.dtypes import import_torch
+from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
+from loadmaster.checkpoint.load import load_rank, place
+from loadmaster.checkpoint.sharding import Shard
+from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
+from loadmaster.checkpoint.verify import verify_placements
+from loadmaster.launch.rank import RankContext
+from loadmaster.launch.spawn import run_ranks
+from loadmaster.observe.report import RankReport, Report, Verified
+from loadmaster.share import Share
+from loadmaster.threads.environment import rank_environment
+
+__all__ = ["LoadSettings", "load_ranks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not."""
+
+    ranks: int = 1
+    sharded: bool = True
+    tp_plan: Mapping[str, str] | None = None
+    dtype: str | None = None
+    verify: bool = False
+
+    def shard(self, rank: int) -> Shard | None:
+        """The part of rank ``rank``, None for the whole."""
+        if not self.sharded or self.ranks == 1:
+            return None
+        return Shard(rank=rank, ranks=self.ranks, plan=TensorParallelPlan(self.tp_plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    path: str
+    rank: int
+    settings: LoadSettings
+    share: Share
+    started: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done:
+    report: RankReport
+    load_seconds: float
+    verified: Verified | None
+
+
+def load_ranks(
+    path: str | os.PathLike[str],
+    settings: LoadSettings,
+    shares: Sequence[Share],
+    *,
+    on_progress: Callable[[int, tuple[int, int]], None] | None = None,
+    on_output: Callable[[int, str], None] | None = None,
+) -> Report:
+    """Load the checkpoint at ``path`` in one process per share, and return what they did.
+
+    Raises
+    ------
+    CheckpointError, PlacementError
+        Bad input, found before a rank is started.
+    RankError
+        A rank failed; see `run_ranks`.
+    """
+    started = time.monotonic()
+    import_torch()
+    checkpoint = open_checkpoint(path)
+    place(checkpoint, settings.shard(0), _dtype(settings))
+    jobs = [
+        _Job(path=os.fspath(path), rank=rank, settings=settings, share=share, started=started)
+        for rank, share in enumerate(shares)
+    ]
+    environments = [rank_environment(share.threads, rank, len(shares)) for rank, share in enumerate(shares)]
+    done = run_ranks(
+        "loadmaster.launch.load:load_in_rank",
+        jobs,
+        environments=environments,
+        on_progress=on_progress,
+        on_output=on_output,
+    )
+    return _report(checkpoint, done, time.monotonic() - started)
+
+
+def _dtype(settings: LoadSettings) -> Any:
+    return None if settings.dtype is None else getattr(import_torch(), settings.dtype)
+
+
+def _report(checkpoint: Checkpoint, done: Sequence[_Done], wall_seconds: float) -> Report:
+    verified = [rank.verified for rank in done if rank.verified is not None]
+    return Report(
+        checkpoint=checkpoint.path,
+        ranks=[rank.report for rank in done],
+        load_seconds=max(rank.load_seconds for rank in done),
+        wall_seconds=wall_seconds,
+        verified=Verified(sum(part.tensors for part in verified), sum(part.bytes for part in verified))
+        if verified
+        else None,
+    )
+
+
+def load_in_rank(job: _Job, context: RankContext) -> _Done:
+    """Load this rank's part; in the rank's process."""
+    import_torch()
+    context.barrier()
+    begin = time.monotonic()
+    tensors: dict[str, Any] = {}
+    loaded = load_rank(
+        tensors,
+        job.path,
+        job.settings.shard(job.rank),
+        dtype=_dtype(job.settings),
+        part=job.share,
+        progress=lambda done, total: context.progress((done, total)),
+    )
+    load_seconds = time.monotonic() - begin
+    report = loaded.ranks[0]
+    verified = None
+    seconds = {**report.seconds, "start": begin - job.started}
+    if job.settings.verify:
+        context.barrier()  # a rank that verifies would take CPUs from one that still loads
+        verified = _verify(tensors, job)
+        seconds["verify"] = time.monotonic() - begin - load_seconds
+    return _Done(report=replace(report, rank=job.rank, seconds=seconds), load_seconds=load_seconds, verified=verified)
+
+
+def _verify(tensors: Mapping[str, Any], job: _Job) -> Verified:
+    checkpoint = open_checkpoint(job.path)
+    return verify_placements(tensors, checkpoint, place(checkpoint, job.settings.shard(job.rank), _dtype(job.settings)))

@@ -1,0 +1,232 @@
+"""Runs one function in N fresh processes, its ranks.
+
+    parent                                     rank r:  python -m loadmaster.launch.rank
+    ------                                     ----------------------------------------
+    run_ranks  --- job ---------------------->  import, call function(job, context)
+               <-- barrier / progress --------  context.barrier(), context.progress(...)
+               --- go, when all are there --->
+               <-- result | one sentence -----  returns | raises
+               (end of stream) -------------->  the parent is gone: the rank ends itself at once
+
+Each rank is a fresh interpreter, never a fork: an OpenMP run time does not survive one. The two sides speak over a
+socket pair whose end is the only sign of life needed: a parent that dies in any way takes its ranks with it, and a rank
+that dies in any way is seen at once, its exit signal decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+from loadmaster.errors import LoadmasterError, RankError
+
+__all__ = ["decode_exit", "run_ranks"]
+
+STOP_SECONDS = 1.0
+"""How long a rank that was told to end may take before it is killed; it holds nothing that needs putting away."""
+
+_CAUSES = {
+    "SIGKILL": "possibly out of memory",
+    "SIGBUS": "a mapped file was truncated or its storage failed",
+    "SIGSEGV": "a crash in native code",
+    "SIGABRT": "native code gave up",
+    "SIGILL": "an instruction that this CPU does not have",
+    "SIGXCPU": "the limit of CPU time was reached",
+}
+
+
+@dataclass
+class _Rank:
+    """One process, seen from the parent."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    output: IO[bytes]
+    waiting: bool = False
+    finished: bool = False
+    result: Any = None
+    failure: LoadmasterError | None = None
+
+
+def run_ranks(
+    function: str,
+    jobs: Sequence[Any],
+    *,
+    environments: Sequence[Mapping[str, str]],
+    on_progress: Callable[[int, Any], None] | None = None,
+    on_output: Callable[[int, str], None] | None = None,
+) -> list[Any]:
+    """Call ``function(job, context)`` in one process per job and return what each returned, in order.
+
+    Parameters
+    ----------
+    function : str
+        What to call in the rank, as ``package.module:name``; its jobs and results are pickled.
+    environments : sequence of mapping
+        The whole environment of each rank.
+    on_progress : callable, optional
+        Called with the rank and what it gave to ``context.progress``.
+    on_output : callable, optional
+        Called with the rank and its text on standard error, where it ended well and wrote any.
+
+    Raises
+    ------
+    RankError
+        A rank raised, was killed or ended without a result: one sentence per failed rank. The others were stopped.
+    """
+    ranks: list[_Rank] = []
+    try:
+        for number, (job, environment) in enumerate(zip(jobs, environments, strict=True)):
+            ranks.append(_start(number, function, job, environment))
+        _attend(ranks, on_progress)
+        failed = [rank for rank in ranks if rank.failure is not None]
+        if failed:
+            raise _summary(failed, len(ranks))
+        for rank in ranks:
+            text = _output_of(rank)
+            if text and on_output is not None:
+                on_output(rank.number, text)
+        return [rank.result for rank in ranks]
+    finally:
+        _stop(ranks)
+
+
+def _start(number: int, function: str, job: Any, environment: Mapping[str, str]) -> _Rank:
+    ours, theirs = socket.socketpair()
+    output = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loadmaster.launch.rank", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            env=_with_import_path(environment),
+        )
+    except OSError as refused:
+        output.close()
+        ours.close()
+        raise RankError(f"rank {number} could not be started: {refused.strerror or refused}") from None
+    finally:
+        theirs.close()
+    rank = _Rank(number, process, Connection(ours.detach()), output)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as its end by _attend
+        rank.connection.send((sys.path, function, number))
+        rank.connection.send_bytes(pickle.dumps(job))
+    return rank
+
+
+def _with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a fresh interpreter finds this very package."""
+    root = os.fspath(Path(__file__).parents[2])
+    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _attend(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:
+    """Serve all ranks until each has finished or one has failed."""
+    by_connection = {rank.connection: rank for rank in ranks}
+    while by_connection:
+        for connection in wait(list(by_connection)):
+            rank = by_connection[connection]  # type: ignore[index]
+            _receive(rank, on_progress)
+            if rank.finished or rank.failure is not None:
+                del by_connection[rank.connection]
+        if any(rank.failure is not None for rank in ranks):
+            return
+        if by_connection and all(rank.waiting for rank in by_connection.values()):
+            for rank in by_connection.values():
+                rank.waiting = False
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    rank.connection.send("go")
+
+
+def _receive(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> None:
+    try:
+        kind, value = rank.connection.recv()
+    except (EOFError, ConnectionResetError):
+        rank.failure = _death(rank)
+        return
+    if kind == "progress":
+        if on_progress is not None:
+            on_progress(rank.number, value)
+    elif kind == "barrier":
+        rank.waiting = True
+    elif kind == "result":
+        rank.result, rank.finished = value, True
+    elif kind == "error":
+        rank.failure = RankError(f"rank {rank.number}: {value}")
+    else:
+        rank.failure = RankError(f"rank {rank.number} failed: {value}{_kept_output(rank)}")
+
+
+def _death(rank: _Rank) -> RankError:
+    try:
+        code = rank.process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return RankError(f"rank {rank.number} closed its connection and hangs")
+    return RankError(f"rank {rank.number} {decode_exit(code)}{_kept_output(rank)}")
+
+
+def decode_exit(code: int) -> str:
+    """Say in words how a process ended: ``was killed by SIGKILL, possibly out of memory``."""
+    if code >= 0:
+        return f"ended with exit code {code} before it was done"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"was killed by signal {-code}"
+    cause = _CAUSES.get(name)
+    return f"was killed by {name}" + (f", {cause}" if cause else "")
+
+
+def _output_of(rank: _Rank) -> str:
+    rank.output.seek(0)
+    return rank.output.read().decode(errors="replace").strip()
+
+
+def _kept_output(rank: _Rank) -> str:
+    """Keep what a failed rank wrote, such as the stack of a crash, and say where; nothing where it wrote nothing."""
+    text = _output_of(rank)
+    if not text:
+        return ""
+    with tempfile.NamedTemporaryFile("w", prefix=f"loadmaster-rank{rank.number}-", suffix=".log", delete=False) as kept:
+        kept.write(text + "\n")
+    return f"; its output is in {kept.name}"
+
+
+def _summary(failed: Sequence[_Rank], ranks: int) -> RankError:
+    sentences = [str(rank.failure) for rank in failed]
+    others = ranks - len(failed)
+    if others:
+        sentences[-1] += f"; the other {others} ranks were stopped" if others > 1 else "; the other rank was stopped"
+    return RankError("\n".join(sentences))
+
+
+def _stop(ranks: Sequence[_Rank]) -> None:
+    """End what still runs and close everything."""
+    for rank in ranks:
+        if rank.process.poll() is None and not rank.finished:
+            rank.process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+        if rank.process.poll() is None:
+            rank.process.kill()
+            rank.process.wait()
+        rank.connection.close()
+        rank.output.close()
