@@ -51,7 +51,7 @@ class Placement(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``count`` runs of ``num_bytes``, from ``source`` every ``source_stride`` to ``target`` every ``target_stride``.
+    """Equal runs of ``num_bytes``: from ``source`` every ``source_stride`` to ``target`` every ``target_stride``.
 
     ``source`` counts from the start of the file and ``target`` from the start of the tensor, in bytes of the entry's
     dtype (a conversion scales the target side).
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     target: int
     target_stride: int
     num_bytes: int
-    count: int
+    num_runs: int
 
 
 def place_whole(entries: Iterable[Entry], dtype: str | None = None) -> list[Placement]:
@@ -98,10 +98,12 @@ def _run_of(placement: Placement, move: Move) -> list[Run]:
         target=move.at * inner,
         target_stride=target[move.dim] * inner,
         num_bytes=size,
-        count=outer,
+        num_runs=outer,
     )
     if run.num_bytes == run.source_stride == run.target_stride:
-        return [run._replace(num_bytes=size * outer, source_stride=size * outer, target_stride=size * outer, count=1)]
+        return [
+            run._replace(num_bytes=size * outer, source_stride=size * outer, target_stride=size * outer, num_runs=1)
+        ]
     return [run]
 
 

@@ -97,7 +97,7 @@ def plan_pieces(
                 reads.append((entry.file, entry.offset, entry.num_bytes, buffer, begin))
         else:
             for run in runs_of(placement):
-                if run.count == 1 or run.num_bytes >= DIRECT_RUN_BYTES:
+                if run.num_runs == 1 or run.num_bytes >= DIRECT_RUN_BYTES:
                     reads += _single_runs(entry.file, run, buffer, begin)
                 else:
                     pieces += _strided_pieces(entry.file, run, buffer, begin, piece_bytes)
@@ -110,7 +110,7 @@ def plan_pieces(
 def _single_runs(
     file: str, run: Run, buffer: memoryview, begin: int
 ) -> Iterable[tuple[str, int, int, memoryview, int]]:
-    for index in range(run.count):
+    for index in range(run.num_runs):
         source = run.source + index * run.source_stride
         yield file, source, run.num_bytes, buffer, begin + run.target + index * run.target_stride
 
@@ -151,16 +151,16 @@ def _close_piece(
 def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_bytes: int) -> Iterable[Piece]:
     """Cut a strided run so that each piece spans about ``piece_bytes`` of the file."""
     rows = max(1, piece_bytes // run.source_stride)
-    for first in range(0, run.count, rows):
-        part = _part_of(run, first, min(rows, run.count - first), begin)
-        yield Piece(file, part.source, part.num_bytes * part.count, [], part, buffer)
+    for first in range(0, run.num_runs, rows):
+        part = _part_of(run, first, min(rows, run.num_runs - first), begin)
+        yield Piece(file, part.source, part.num_bytes * part.num_runs, [], part, buffer)
 
 
 def _part_of(run: Run, first: int, count: int, begin: int) -> Run:
     return run._replace(
         source=run.source + first * run.source_stride,
         target=begin + run.target + first * run.target_stride,
-        count=count,
+        num_runs=count,
     )
 
 
@@ -173,16 +173,16 @@ def _converting_pieces(placement: Placement, buffer: memoryview, begin: int) -> 
             scaled = part._replace(
                 target=begin + part.target // item * target_item, target_stride=part.target_stride // item * target_item
             )
-            yield Piece(placement.entry.file, part.source, part.num_bytes * part.count, [], scaled, buffer, dtypes)
+            yield Piece(placement.entry.file, part.source, part.num_bytes * part.num_runs, [], scaled, buffer, dtypes)
 
 
 def _scratch_sized(run: Run, scratch_bytes: int) -> Iterable[Run]:
     if run.num_bytes <= scratch_bytes:
         rows = max(1, scratch_bytes // run.num_bytes)
-        for first in range(0, run.count, rows):
-            yield _part_of(run, first, min(rows, run.count - first), 0)
+        for first in range(0, run.num_runs, rows):
+            yield _part_of(run, first, min(rows, run.num_runs - first), 0)
         return
-    for index in range(run.count):
+    for index in range(run.num_runs):
         row = _part_of(run, index, 1, 0)
         for start in range(0, run.num_bytes, scratch_bytes):
             size = min(scratch_bytes, run.num_bytes - start)
@@ -362,9 +362,9 @@ class _Worker:
         self.placed_bytes += piece.num_bytes
 
     def _copy(self, run: Run, descriptor: int, target: memoryview, stride: int) -> int:
-        if run.count == 1:
+        if run.num_runs == 1:
             return read_into(descriptor, [target[: run.num_bytes]], run.source)
-        return self._copier.copy(descriptor, run.source, run.source_stride, target, stride, run.num_bytes, run.count)
+        return self._copier.copy(descriptor, run.source, run.source_stride, target, stride, run.num_bytes, run.num_runs)
 
     def _convert(self, run: Run, descriptor: int, buffer: memoryview, dtypes: tuple[str, str]) -> None:
         """Read ``run`` into the scratch and convert it into its place; in this thread, torch has one thread."""
@@ -376,16 +376,16 @@ class _Worker:
         self.result.bytes_read += self._copy(run, descriptor, self._scratch, run.num_bytes)
         read = time.perf_counter()
         columns = run.num_bytes // item_bytes(dtypes[0])
-        source = torch.frombuffer(self._scratch, dtype=torch_dtype(dtypes[0]), count=columns * run.count)
+        source = torch.frombuffer(self._scratch, dtype=torch_dtype(dtypes[0]), count=columns * run.num_runs)
         target = _strided_tensor(buffer, run, columns, dtypes[1])
-        target.copy_(source.view(run.count, columns))
+        target.copy_(source.view(run.num_runs, columns))
         self.result.read_seconds += read - started
         self.result.convert_seconds += time.perf_counter() - read
 
 
 def _strided_tensor(buffer: memoryview, run: Run, columns: int, dtype: str) -> torch.Tensor:
     torch = import_torch()
-    stride = run.target_stride // item_bytes(dtype) if run.count > 1 else columns
-    length = (run.count - 1) * stride + columns
+    stride = run.target_stride // item_bytes(dtype) if run.num_runs > 1 else columns
+    length = (run.num_runs - 1) * stride + columns
     flat = torch.frombuffer(buffer, dtype=torch_dtype(dtype), count=length, offset=run.target)
-    return flat.as_strided((run.count, columns), (stride, 1))  # type: ignore[no-any-return]
+    return flat.as_strided((run.num_runs, columns), (stride, 1))  # type: ignore[no-any-return]

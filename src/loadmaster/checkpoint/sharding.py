@@ -143,7 +143,7 @@ class _Sharder:
         moves = []
         at = begin = 0
         for size, heads in self._parts(entry, leaf, style, shape[dim]):
-            start, stop = self._block(entry, size, heads, style.unit)
+            start, stop = self._block(entry, dim, size, heads, style.unit)
             moves.append(Move(dim, begin + start, begin + stop, at))
             at += stop - start
             begin += size
@@ -178,7 +178,7 @@ class _Sharder:
             return [(size, key if key is not None and size % key == 0 else None)]
         return [(size, None)]
 
-    def _block(self, entry: Entry, size: int, heads: int | None, unit: int) -> tuple[int, int]:
+    def _block(self, entry: Entry, dim: int, size: int, heads: int | None, unit: int) -> tuple[int, int]:
         """This rank's block of ``size`` rows: whole heads where they are known; few KV heads go to groups of ranks."""
         rank, ranks = self.shard.rank, self.shard.ranks
         if heads is not None and heads < ranks and ranks % heads == 0 and self._replicates(entry):
@@ -186,9 +186,12 @@ class _Sharder:
             index = rank * heads // ranks
             return index * head, (index + 1) * head
         if (heads is not None and heads % ranks) or size % (ranks * unit):
-            what = f"{heads} heads" if heads is not None else f"{size} rows" if unit == 1 else f"{size // unit} pairs"
+            counted = (
+                f"{heads} heads" if heads is not None else f"{size // unit} gate-up pairs" if unit == 2 else f"{size}"
+            )
             raise PlacementError(
-                f"tensor {entry.name!r} of shape {list(entry.shape)}: {what} do not divide among {ranks} ranks"
+                f"tensor {entry.name!r} of shape {list(entry.shape)}: {counted} along dimension {dim} "
+                f"do not divide among {ranks} ranks"
             )
         step = size // ranks
         return rank * step, (rank + 1) * step

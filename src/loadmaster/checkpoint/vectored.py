@@ -89,7 +89,7 @@ class StridedCopier:
     def copy(
         self, descriptor: int, source: int, stride: int, target: memoryview, target_stride: int, run: int, count: int
     ) -> int:
-        """Copy ``count`` runs of ``run`` bytes: from ``source`` every ``stride`` to every ``target_stride`` of ``target``.
+        """Copy ``count`` runs of ``run`` bytes, ``stride`` apart in the file and ``target_stride`` apart in ``target``.
 
         Returns the number of bytes that were read from the file: ``run * count``, or whole rows where the fall-back
         reads them.
@@ -173,7 +173,7 @@ class StridedCopier:
         for done in range(0, count, rows):
             number = min(rows, count - done)
             length = (number - 1) * stride + run
-            buffer = memoryview(self._scratch)[:length]
+            buffer = memoryview(self._scratch.data)[:length]
             total += read_into(descriptor, [buffer], source + done * stride)
             taken = np.lib.stride_tricks.as_strided(self._scratch, shape=(number, run), strides=(stride, 1))
             into[done : done + number] = taken
@@ -206,4 +206,4 @@ def _process_vm_writev() -> Callable[..., Any] | None:
     size, pointer = ctypes.c_ulong, ctypes.c_void_p
     function.argtypes = [ctypes.c_int, pointer, size, pointer, size, size]
     function.restype = ctypes.c_ssize_t
-    return function  # type: ignore[no-any-return]
+    return function

@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
 
-from loadmaster.cli import plan
+from loadmaster.cli import bench_load, bench_make_checkpoint, load, plan
 from loadmaster.errors import LoadmasterError
+
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="loadmaster",
     help="Load model weights into the processes of one host, each with its fair share of the CPUs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(
+    name="bench",
+    help="Measure, on this machine, what the README quotes.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
 )
 app.command("plan")(plan.plan)
+app.command("load")(load.load)
+app.add_typer(bench)
+bench.command("load")(bench_load.bench_load)
+bench.command("make-checkpoint")(bench_make_checkpoint.make_checkpoint)
+
+# typer carries its own copy of click since 0.2x and used the package before: this is the base of both.
+_USAGE_ERROR: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (default: the process's own) and return its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="loadmaster: %(message)s")
     try:
-        code = app(
+        result = app(
             args=list(arguments) if arguments is not None else None, prog_name="loadmaster", standalone_mode=False
         )
-    except click.exceptions.NoArgsIsHelpError as help_shown:
-        print(help_shown.format_message())
-        return 2
-    except click.ClickException as wrong_usage:
-        return _fail(wrong_usage.format_message(), 2)
+    except _USAGE_ERROR as wrong_usage:
+        return _explain_usage(wrong_usage)
     except LoadmasterError as failure:
         return _fail(str(failure), failure.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", 1)
-    return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted; nothing is left running", 1)
+    return result if isinstance(result, int) else 0
 
 
-def _fail(sentence: str, code: int) -> int:
-    print(f"loadmaster: {sentence}", file=sys.stderr)
+def _explain_usage(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message())
+        return 2
+    return _fail(error.format_message(), 2)
+
+
+def _fail(sentences: str, code: int) -> int:
+    for sentence in sentences.splitlines():
+        print(f"loadmaster: {sentence}", file=sys.stderr)
     return code

@@ -6,14 +6,12 @@ Linux tells. macOS has no affinity, and Windows' own is not read: there all CPUs
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Affinity", "read_affinity", "read_num_cores"]
 
 
-@dataclass(frozen=True, slots=True)
-class Affinity:
+class Affinity(NamedTuple):
     """CPUs that this process may run on, and who said so; ``known`` is False where the platform does not tell."""
 
     cpus: frozenset[int]

@@ -10,7 +10,7 @@ Sources: the kernel's ``Documentation/admin-guide/cgroup-v2.rst``, ``.../cgroup-
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from loadmaster.host.cpulist import parse_cpulist
 from loadmaster.host.files import HostFiles
@@ -25,8 +25,7 @@ _CPUSET_FILES = ("cpuset.cpus.effective", "cpuset.effective_cpus", "effective_cp
 _WEIGHT_FILES = ("cpu.weight", "cpu.shares")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A number, or a set of CPUs, and the file that holds it (a path of that host)."""
 
     value: float
@@ -34,8 +33,7 @@ class Found:
     cpus: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(NamedTuple):
     """All that the control groups say; ``problems`` are sentences on what could not be read as it should."""
 
     quotas: tuple[Found, ...]
@@ -48,16 +46,15 @@ def read_groups(files: HostFiles) -> Groups:
     """Read the control groups of this process below a root; nothing found is no limit."""
     mounts = _read_mounts(files)
     groups = parse_self_cgroup(files.read("/proc/self/cgroup") or "")
+    cpuset_group = (files.read("/proc/self/cpuset") or "/").rstrip("\n\0")  # for kernels without the former
     problems: list[str] = []
-    cpu_levels = _levels_of("cpu", mounts, groups, problems)
-    quotas = [found for folder in cpu_levels for found in _read_quotas(files, folder, problems)]
-    if not any(key in groups for key in ("cpuset", "")):
-        groups["cpuset"] = (files.read("/proc/self/cpuset") or "/").rstrip("\n\0")
-    cpuset_levels = _levels_of("cpuset", mounts, groups, problems)
+    cpu_levels = _levels_per_mount("cpu", mounts, groups, "/", problems)
+    cpuset_levels = _levels_per_mount("cpuset", mounts, groups, cpuset_group, problems)
+    folders = dict.fromkeys(folder for found in cpu_levels for folder in found)
     return Groups(
-        quotas=tuple(quotas),
+        quotas=tuple(found for folder in folders for found in _read_quotas(files, folder, problems)),
         cpuset=_read_cpuset(files, cpuset_levels, problems),
-        weights=tuple(_read_weights(files, cpu_levels)),
+        weights=tuple(_read_weights(files, folders)),
         problems=tuple(dict.fromkeys(problems)),
     )
 
@@ -85,19 +82,19 @@ def _read_mounts(files: HostFiles) -> tuple[GroupMount, ...]:
     return parse_mounts(files.read("/proc/self/mounts") or files.read("/proc/mounts") or "")
 
 
-def _levels_of(
-    controller: str, mounts: Iterable[GroupMount], groups: dict[str, str], problems: list[str]
-) -> tuple[str, ...]:
-    """Folders of all levels, of every mount that has the controller or may have it, without repeats."""
-    folders: dict[str, None] = {}
+def _levels_per_mount(
+    controller: str, mounts: Iterable[GroupMount], groups: dict[str, str], otherwise: str, problems: list[str]
+) -> list[tuple[str, ...]]:
+    """Folders of all levels, for every mount that has the controller or may have it."""
+    per_mount = []
     for mount in mounts:
         if mount.version == 2 or controller in mount.controllers:
-            group = groups.get("" if mount.version == 2 else controller, "/")
+            group = groups.get("" if mount.version == 2 else controller, otherwise)
             found = levels(mount, group)
             if found is None:
                 problems.append(f"this process is in the group {group}, outside of what {mount.folder} shows")
-            folders |= dict.fromkeys(found or ())
-    return tuple(folders)
+            per_mount.append(found or ())
+    return per_mount
 
 
 def _read_quotas(files: HostFiles, folder: str, problems: list[str]) -> Iterable[Found]:
@@ -119,13 +116,18 @@ def _read_cfs(files: HostFiles, folder: str) -> Quota | None:
     return None if text is None else parse_cfs_quota(text, files.read(f"{folder}/cpu.cfs_period_us"))
 
 
-def _read_cpuset(files: HostFiles, folders: Iterable[str], problems: list[str]) -> Found | None:
+def _read_cpuset(files: HostFiles, per_mount: Iterable[tuple[str, ...]], problems: list[str]) -> Found | None:
+    """The CPUs that the cpuset leaves; of several mounts, the one that shows a group closer to this process."""
+    found = [cpuset for folders in per_mount if (cpuset := _nearest_cpuset(files, folders, problems))]
+    return min(found, key=lambda cpuset: len(cpuset.cpus), default=None)
+
+
+def _nearest_cpuset(files: HostFiles, folders: Iterable[str], problems: list[str]) -> Found | None:
     """The nearest level that names CPUs. Not all levels: a partition's CPUs are taken away from its ancestors' sets."""
     for folder in folders:
         for name in _CPUSET_FILES:
-            text = files.read(f"{folder}/{name}")
             try:
-                cpus = parse_cpulist(text or "")
+                cpus = parse_cpulist(files.read(f"{folder}/{name}") or "")
             except ValueError as error:
                 problems.append(f"{folder}/{name} cannot be read as a CPU list: {error}")
                 continue

@@ -6,12 +6,15 @@ Sources: the kernel's ``Documentation/admin-guide/cputopology.rst`` and ``Docume
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = ["MAX_CPUS", "format_cpulist", "parse_cpulist", "parse_cpumask"]
 
 MAX_CPUS = 1 << 16
 """No kernel numbers CPUs up to here (``NR_CPUS`` is at most 8192 today). A bound, so that garbage costs no memory."""
+
+_MASK = re.compile("[0-9a-fA-F]+(,[0-9a-fA-F]{8})*")
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
@@ -55,13 +58,18 @@ def parse_cpumask(text: str) -> frozenset[int]:
         For anything that the kernel does not print.
     """
     text = text.strip(" \t\n\0")
-    words = (text[2:] if text.startswith("0x") else text).split(",")
-    if len(words) * 32 > MAX_CPUS or len(words[0]) * 4 > MAX_CPUS:
-        raise ValueError(f"CPU mask {_shorten(text)!r} is wider than {MAX_CPUS} CPUs")
-    if not all(_is_hexadecimal(word) for word in words) or any(len(word) != 8 for word in words[1:]):
+    if not _MASK.fullmatch(text):
         raise ValueError(f"CPU mask {_shorten(text)!r} is not made of hexadecimal words of 32 bits")
-    bits = int("".join(words), 16)
-    return frozenset(cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1)
+    digits = text.replace(",", "")
+    if len(digits) * 4 > MAX_CPUS:
+        raise ValueError(f"CPU mask {_shorten(text)!r} is wider than {MAX_CPUS} CPUs")
+    bits = int(digits, 16)
+    cpus = []
+    while bits:
+        lowest = bits & -bits
+        cpus.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return frozenset(cpus)
 
 
 def format_cpulist(cpus: Iterable[int]) -> str:
@@ -81,10 +89,6 @@ def _cpu_number(text: str, whole: str) -> int:
     if len(text) > 9 or int(text) >= MAX_CPUS:
         raise ValueError(f"CPU list {_shorten(whole)!r} names CPU {_shorten(text)}, beyond {MAX_CPUS - 1}")
     return int(text)
-
-
-def _is_hexadecimal(word: str) -> bool:
-    return bool(word) and all(digit in "0123456789abcdefABCDEF" for digit in word)
 
 
 def _shorten(text: str) -> str:

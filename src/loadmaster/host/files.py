@@ -23,14 +23,19 @@ class HostFiles:
     ----------
     root
         The folder that plays ``/``. Paths given to the methods are absolute paths of that host.
+
+    Attributes
+    ----------
+    live
+        Whether these are the files of the system that this process runs on.
     """
 
     __slots__ = ("_followed", "live", "root")
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
-        absolute = os.fspath(Path(root).absolute())
-        self.live = absolute == os.sep
-        self.root = "" if self.live else absolute
+        absolute = Path(root).absolute()
+        self.live = absolute == Path("/").absolute()
+        self.root = "" if self.live else os.fspath(absolute)
         # Folders with their links followed. An instance serves one reading of the host, so nothing grows stale.
         self._followed: dict[str, str] = {"": ""}
 
@@ -78,7 +83,7 @@ class HostFiles:
         if name == "..":
             return folder.rpartition("/")[0]
         try:
-            target = os.fspath(Path(f"{self.root}{folder}/{name}").readlink())
+            target = os.readlink(f"{self.root}{folder}/{name}")  # noqa: PTH115 (a Path costs more than the call)
         except OSError:
             return f"{folder}/{name}"
         links_left[0] -= 1

@@ -71,7 +71,8 @@ def _devices(files: HostFiles, online: Sequence[int]) -> Signal:
     signal: Signal = {}
     for place, device in enumerate(_DEVICES):
         found = read_cpus(files, f"/sys/devices/{device}", [("cpus", parse_cpulist)])
-        signal |= {cpu: (place, device) for cpu in (found[0] if found else ())}
+        # A slower device comes first and keeps its CPUs, which a faster one may name as well.
+        signal = dict.fromkeys(found[0] if found else (), (place, device)) | signal
     return signal if signal.keys() >= set(online) else {}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["GroupMount", "parse_mountinfo", "parse_mounts", "parse_self_cgroup", "unescape"]
 
@@ -16,8 +16,7 @@ _TYPES = {"cgroup": 1, "cgroup2": 2, "cpuset": 1}
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMount:
+class GroupMount(NamedTuple):
     """One mount of a control group hierarchy.
 
     Attributes

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 __all__ = ["warn_once"]
 
 _MAX_REMEMBERED = 1000
-_seen: set[str] = set()
+_logged: set[str] = set()
 
 
-def warn_once(logger: logging.Logger, message: str) -> None:
+def warn_once(logger_name: str, message: str) -> None:
     """Log a warning unless this process has logged the same words already."""
-    if message not in _seen and len(_seen) < _MAX_REMEMBERED:
-        _seen.add(message)
-        logger.warning("%s", message)
+    if message in _logged or len(_logged) >= _MAX_REMEMBERED:
+        return
+    import logging  # here, since most hosts give no cause for it, and importing it takes longer than reading the host
+
+    _logged.add(message)
+    logging.getLogger(logger_name).warning("%s", message)

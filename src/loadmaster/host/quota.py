@@ -1,4 +1,4 @@
-"""Parsers of the CPU bandwidth files of a control group: text in, CPUs out, with a word on what the kernel cannot write.
+"""Parsers of the CPU bandwidth files of a control group: text in, CPUs out, and a word on what no kernel writes.
 
 Sources: the kernel's ``Documentation/admin-guide/cgroup-v2.rst`` (cpu.max) and
 ``Documentation/scheduler/sched-bwc.rst`` (cpu.cfs_quota_us, cpu.cfs_period_us).
@@ -7,15 +7,14 @@ Sources: the kernel's ``Documentation/admin-guide/cgroup-v2.rst`` (cpu.max) and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Quota", "parse_cfs_quota", "parse_cpu_max"]
 
 DEFAULT_PERIOD = 100_000  # microseconds, both versions
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(NamedTuple):
     """CPU time per time that one group may use.
 
     Attributes
@@ -42,7 +41,7 @@ def parse_cpu_max(text: str) -> Quota:
 
 
 def parse_cfs_quota(quota: str, period: str | None) -> Quota:
-    """Parse version 1's ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``; the period is None where its file is missing."""
+    """Parse version 1's ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` (None where that file is missing)."""
     found = _divide(quota.strip(" \n\0"), None if period is None else period.strip(" \n\0"), unlimited="-1")
     if period is None and found.cpus is not None:
         return Quota(found.cpus, "has no period beside it")

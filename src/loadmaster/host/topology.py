@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from loadmaster.host.cpulist import parse_cpulist, parse_cpumask
 from loadmaster.host.files import HostFiles
@@ -34,8 +34,7 @@ _NODE_FILES: tuple[tuple[str, Callable[[str], frozenset[int]]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(NamedTuple):
     """What sysfs says about a host, whatever of it a process may use.
 
     Attributes
@@ -94,9 +93,9 @@ def group_cores(cpus: Iterable[int], siblings: Mapping[int, Collection[int]]) ->
     return tuple(tuple(group) for group in groups)
 
 
-def read_cpus(files: HostFiles, folder: str, names: Iterable[tuple[str, Callable[[str], frozenset[int]]]]) -> (
-    tuple[frozenset[int], str] | None
-):
+def read_cpus(
+    files: HostFiles, folder: str, names: Iterable[tuple[str, Callable[[str], frozenset[int]]]]
+) -> tuple[frozenset[int], str] | None:
     """Return the CPUs that the first usable file of a folder names, and that file's name; None if no file does."""
     for name, parse in names:
         text = files.read(f"{folder}/{name}")
@@ -111,17 +110,29 @@ def read_cpus(files: HostFiles, folder: str, names: Iterable[tuple[str, Callable
 def _read_online(files: HostFiles) -> tuple[set[int], str]:
     """CPUs that are online, and where that is said.
 
-    Every CPU that the kernel knows has a folder; ``online`` lists those in use. Very old kernels have no such list.
+    Every CPU that the kernel knows has a folder; ``online`` lists those in use. Very old kernels have no such list, and
+    where sysfs is not there at all ``/proc/stat`` still has a line for each CPU in use.
     """
     folders = _numbered(files.names(CPU_FOLDER), "cpu")
     listed = read_cpus(files, CPU_FOLDER, [("online", parse_cpulist)])
     if listed and listed[0]:
         return set(listed[0].intersection(folders) or listed[0]), f"{CPU_FOLDER}/online"
+    if folders:
+        return _online_by_folder(files, folders), f"{CPU_FOLDER}/cpu*/online"
+    lines = (files.read("/proc/stat") or "").split("\n")
+    return set(_numbered((line.split(" ")[0] for line in lines), "cpu")), "/proc/stat"
+
+
+def _online_by_folder(files: HostFiles, folders: Iterable[int]) -> set[int]:
+    """CPUs whose own files do not say that they are offline.
+
+    A CPU that cannot be taken offline has no file ``online``. Where it is silent, another sign is left: the kernel adds
+    the topology folder when a CPU comes online and removes it when it goes.
+    """
     states = {cpu: (files.read(f"{CPU_FOLDER}/cpu{cpu}/online") or "").strip(" \n\0") for cpu in folders}
     online = {cpu for cpu, state in states.items() if state != "0"}
-    # A CPU has its topology folder while it is online; where "online" is silent on a CPU, that tells.
     described = {cpu for cpu in online if states[cpu] == "1" or files.names(f"{CPU_FOLDER}/cpu{cpu}/topology")}
-    return described or online, f"{CPU_FOLDER}/cpu*/online"
+    return described or online
 
 
 def _read_siblings(files: HostFiles, cpus: Iterable[int]) -> tuple[dict[int, frozenset[int]], str]:

@@ -25,6 +25,6 @@ def peak_rss(status: Path = Path("/proc/self/status")) -> int:
     except ImportError:  # Windows
         import psutil
 
-        return int(psutil.Process().memory_info().peak_wset)
+        return int(getattr(psutil.Process().memory_info(), "peak_wset", 0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)

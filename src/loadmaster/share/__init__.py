@@ -1,0 +1,16 @@
+"""Who else loads on this host, and what is this process's part? Needs no torch and starts no process."""
+
+from __future__ import annotations
+
+from loadmaster.share.launcher import parse_ranks, read_declared
+from loadmaster.share.share import MAX_THREADS_PER_PROCESS, Share, exports_for, plan_shares, share
+
+__all__ = [
+    "MAX_THREADS_PER_PROCESS",
+    "Share",
+    "exports_for",
+    "parse_ranks",
+    "plan_shares",
+    "read_declared",
+    "share",
+]

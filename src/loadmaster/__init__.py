@@ -1,0 +1,85 @@
+"""Loadmaster loads model weights into the processes of one host, each with its fair share of the CPUs.
+
+    import loadmaster as lm
+
+    lm.host()                                       what this process may use, with reasons
+    lm.share()                                      this process's part of it
+    with lm.load_threads(): ...                     any loader inside runs with the share
+    lm.load(target, path, shard=lm.Shard(rank=0, ranks=2))
+    lm.open_checkpoint(path), lm.iter_tensors(path)
+
+Importing changes nothing and needs no torch; the names that need it import it when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# These two are functions and rooms of the house at once, and the import of a room binds its name: bind them last.
+from loadmaster.host import host
+from loadmaster.share import share
+
+if TYPE_CHECKING:
+    from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
+    from loadmaster.checkpoint.load import iter_tensors, load
+    from loadmaster.checkpoint.placement import Move, Placement
+    from loadmaster.checkpoint.safetensors import Entry
+    from loadmaster.checkpoint.sharding import Shard
+    from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
+    from loadmaster.errors import LoadmasterError
+    from loadmaster.host import Host
+    from loadmaster.observe.report import Report
+    from loadmaster.share import Share
+    from loadmaster.threads.scope import load_threads
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "Entry",
+    "Host",
+    "LoadmasterError",
+    "Move",
+    "Placement",
+    "Report",
+    "Shard",
+    "Share",
+    "TensorParallelPlan",
+    "host",
+    "iter_tensors",
+    "load",
+    "load_threads",
+    "open_checkpoint",
+    "share",
+]
+
+_HOMES = {
+    "Checkpoint": "loadmaster.checkpoint.folder",
+    "Entry": "loadmaster.checkpoint.safetensors",
+    "Host": "loadmaster.host",
+    "LoadmasterError": "loadmaster.errors",
+    "Move": "loadmaster.checkpoint.placement",
+    "Placement": "loadmaster.checkpoint.placement",
+    "Report": "loadmaster.observe.report",
+    "Shard": "loadmaster.checkpoint.sharding",
+    "Share": "loadmaster.share",
+    "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
+    "iter_tensors": "loadmaster.checkpoint.load",
+    "load": "loadmaster.checkpoint.load",
+    "load_threads": "loadmaster.threads.scope",
+    "open_checkpoint": "loadmaster.checkpoint.folder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'loadmaster' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

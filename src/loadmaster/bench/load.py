@@ -1,0 +1,240 @@
+"""`loadmaster bench load`: our reader against the loop that users write, and both against the limit.
+
+Every arm does the same work in fresh processes: its rank's slices of the checkpoint end in memory that the rank owns.
+Repetitions of the arms are interleaved, so that a noisy moment of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadmaster.bench.limit import limit_kind, limit_seconds
+from loadmaster.bench.record import ArmResult, BenchRecord
+from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
+from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
+from loadmaster.checkpoint.load import load_rank, place
+from loadmaster.checkpoint.memory import Arena
+from loadmaster.checkpoint.placement import Placement
+from loadmaster.checkpoint.verify import verify_placements
+from loadmaster.errors import InputError
+from loadmaster.host import host
+from loadmaster.launch.load import LoadSettings
+from loadmaster.launch.rank import RankContext
+from loadmaster.launch.spawn import run_ranks
+from loadmaster.share import Share, plan_shares
+from loadmaster.threads.environment import rank_environment
+
+__all__ = ["arms_for", "bench_load"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to load: the function that a rank runs and the number of threads that its environment sets."""
+
+    name: str
+    what: str
+    function: str
+    threads: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmJob:
+    """What one rank of one arm is to load."""
+
+    path: str
+    rank: int
+    settings: LoadSettings
+    share: Share
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRank:
+    """What one rank did: seconds from the barrier to its last byte."""
+
+    seconds: float
+    num_bytes: int
+    tensors: int
+
+
+def arms_for(compute_cpus: int) -> dict[str, Arm]:
+    """Return the arms of a host, by name."""
+    reader, loop = "loadmaster.bench.load:read_in_rank", "loadmaster.bench.load:copy_in_rank"
+    arms = [
+        Arm(name="loadmaster", what="our reader", function=reader, threads=0),
+        Arm(name="loadmaster-untouched", what="our reader, torch's default team", function=reader, threads=None),
+        Arm(
+            name="torch-default",
+            what="safe_open + get_slice + copy_, torch's default team",
+            function=loop,
+            threads=None,
+        ),
+    ]
+    for threads in sorted({1, compute_cpus}):
+        what = f"safe_open + get_slice + copy_, {threads} thread{'s' if threads > 1 else ''}"
+        arms.append(Arm(name=f"torch-{threads}", what=what, function=loop, threads=threads))
+    return {arm.name: arm for arm in arms}
+
+
+def bench_load(
+    path: str | os.PathLike[str],
+    settings: LoadSettings,
+    *,
+    arms: Sequence[str] | None = None,
+    repeat: int = 5,
+    on_step: Callable[[str], None] | None = None,
+) -> BenchRecord:
+    """Run the arms ``repeat`` times, interleaved, and return their record with the limit first.
+
+    Raises
+    ------
+    InputError
+        An arm that does not exist.
+    """
+    checkpoint = open_checkpoint(path)
+    here = host()
+    known = arms_for(here.compute_cpus)
+    chosen = list(known) if arms is None else list(arms)
+    for name in chosen:
+        if name not in known:
+            raise InputError(f"there is no arm {name!r}; known are {', '.join(known)}")
+    rank_bytes = [_placed_bytes(checkpoint, settings, rank) for rank in range(settings.ranks)]
+    placed = sum(rank_bytes)
+    seconds: dict[str, list[float]] = {name: [] for name in ["limit", *chosen]}
+    shares = plan_shares(here, settings.ranks)
+    for number in range(repeat):
+        for name in seconds:
+            if on_step is not None:
+                on_step(f"{name}, {number + 1} of {repeat}")
+            warm_page_cache(list(checkpoint.files))
+            if name == "limit":
+                seconds[name].append(limit_seconds(list(checkpoint.files), placed, here.compute_cpus))
+            else:
+                seconds[name].append(_run_arm(known[name], path, settings, shares, rank_bytes))
+    limit_what = f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes"
+    whats = {"limit": limit_what, **{arm.name: arm.what for arm in known.values()}}
+    results = [
+        ArmResult(
+            name=name, what=whats[name], seconds=times, num_bytes=placed, tensors=len(checkpoint) * settings.ranks
+        )
+        for name, times in seconds.items()
+    ]
+    return BenchRecord(
+        bench="load",
+        settings={
+            "checkpoint": os.fspath(path),
+            "ranks": settings.ranks,
+            "sharded": settings.sharded,
+            "verified": settings.verify,
+            "repeat": repeat,
+        },
+        arms=results,
+    )
+
+
+def warm_page_cache(files: Sequence[str]) -> None:
+    """Read all files once, so that every repetition finds its bytes in memory, as the arm before it did."""
+    scratch = memoryview(bytearray(8 << 20))
+    for file in files:
+        with Path(file).open("rb", buffering=0) as stream:
+            while stream.readinto(scratch):
+                pass
+
+
+def start_together(context: RankContext, num_bytes: int) -> None:
+    """Meet the other ranks with as much memory touched as the arm is about to fill, and free it at the start.
+
+    The host of a virtual machine takes free pages back (free page reporting, memory balloons), and the next touch of
+    each then costs several times what the guest's kernel takes: a cost of the machine, not of the arm that meets it.
+    """
+    arena = Arena(num_bytes)
+    np.frombuffer(arena.buffer, np.uint8)[::4096] = 1
+    context.barrier()
+    del arena
+
+
+def _placed_bytes(checkpoint: Checkpoint, settings: LoadSettings, rank: int) -> int:
+    return sum(placement.num_bytes for placement in place(checkpoint, settings.shard(rank), None))
+
+
+def _run_arm(
+    arm: Arm,
+    path: str | os.PathLike[str],
+    settings: LoadSettings,
+    shares: Sequence[Share],
+    rank_bytes: Sequence[int],
+) -> float:
+    jobs = [
+        ArmJob(path=os.fspath(path), rank=rank, settings=settings, share=share, num_bytes=rank_bytes[rank])
+        for rank, share in enumerate(shares)
+    ]
+    environments = [_environment(arm, share, rank, len(shares)) for rank, share in enumerate(shares)]
+    ranks: list[ArmRank] = run_ranks(arm.function, jobs, environments=environments)
+    return max(rank.seconds for rank in ranks)
+
+
+def _environment(arm: Arm, share: Share, rank: int, ranks: int) -> Mapping[str, str]:
+    environment = rank_environment(arm.threads or share.threads, rank, ranks)
+    if arm.threads is None:
+        del environment["OMP_NUM_THREADS"]
+    return environment
+
+
+def read_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
+    """The arm of our reader."""
+    import_torch()
+    tensors: dict[str, Any] = {}
+    start_together(context, job.num_bytes)
+    begin = time.perf_counter()
+    load_rank(tensors, job.path, job.settings.shard(job.rank), dtype=None, part=job.share, progress=None)
+    return _finish(job, context, tensors, time.perf_counter() - begin)
+
+
+def copy_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
+    """The arm of the loop that users write: the library's slices copied into tensors of their own."""
+    torch = import_torch()
+    from safetensors import safe_open
+
+    start_together(context, job.num_bytes)
+    begin = time.perf_counter()
+    checkpoint = open_checkpoint(job.path)
+    placements = place(checkpoint, job.settings.shard(job.rank), None)
+    tensors: dict[str, Any] = {}
+    file, opened = "", None
+    for placement in placements:
+        if placement.entry.file != file:
+            file = placement.entry.file
+            opened = safe_open(file, "pt")
+        tensor = torch.empty(placement.shape, dtype=torch_dtype(placement.dtype))
+        _copy_slices(placement, opened, tensor)
+        tensors[placement.name] = tensor
+    return _finish(job, context, tensors, time.perf_counter() - begin)
+
+
+def _copy_slices(placement: Placement, opened: Any, tensor: Any) -> None:
+    name = placement.entry.name
+    if not placement.moves:
+        tensor.copy_(opened.get_tensor(name))
+        return
+    if any(placement.shape[move.dim] > move.at + move.stop - move.start for move in placement.moves[-1:]):
+        tensor.zero_()
+    for move in placement.moves:
+        index = (slice(None),) * move.dim + (slice(move.start, move.stop),)
+        tensor.narrow(move.dim, move.at, move.stop - move.start).copy_(opened.get_slice(name)[index])
+
+
+def _finish(job: ArmJob, context: RankContext, tensors: Mapping[str, Any], seconds: float) -> ArmRank:
+    checkpoint = open_checkpoint(job.path)
+    placements = place(checkpoint, job.settings.shard(job.rank), None)
+    if job.settings.verify:
+        context.barrier()  # a rank that verifies would take CPUs from one that still loads
+        verify_placements(tensors, checkpoint, placements)
+    num_bytes = sum(placement.num_bytes for placement in placements)
+    return ArmRank(seconds=seconds, num_bytes=num_bytes, tensors=len(placements))

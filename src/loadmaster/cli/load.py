@@ -1,0 +1,105 @@
+"""``loadmaster load``: a checkpoint into N ranks of this host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadmaster.cli.options import (
+    JsonOption,
+    PathArgument,
+    QuietOption,
+    RanksOption,
+    ShardKind,
+    ShardOption,
+    ThreadsOption,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from loadmaster.observe.report import Report
+
+__all__ = ["load"]
+
+
+def load(
+    path: PathArgument,
+    ranks: RanksOption = 1,
+    shard: ShardOption = ShardKind.tp,
+    threads: ThreadsOption = None,
+    tp_plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--tp-plan", metavar="FILE.json", help="Name patterns and styles that win over the built-in ones."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Convert plain floating-point tensors: float32, float16, bfloat16.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every placed byte with the safetensors library.")
+    ] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a checkpoint into N ranks of this host, each with its share of the CPUs."""
+    from loadmaster.checkpoint.tensor_parallel import read_tp_plan
+    from loadmaster.host import host
+    from loadmaster.launch.load import LoadSettings, load_ranks
+    from loadmaster.observe.progress import progress_display
+    from loadmaster.share import plan_shares
+
+    settings = LoadSettings(
+        ranks=ranks,
+        sharded=shard is ShardKind.tp,
+        tp_plan=read_tp_plan(tp_plan).overrides if tp_plan is not None else None,
+        dtype=dtype,
+        verify=verify,
+    )
+    shares = plan_shares(host(), ranks, threads=threads)
+    with progress_display(ranks, quiet=quiet or as_json) as display:
+        report = load_ranks(
+            path,
+            settings,
+            shares,
+            on_progress=lambda rank, state: display.update(rank, *state),
+            on_output=lambda rank, text: print(f"rank {rank}: {text}", file=sys.stderr),
+        )
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print_report(report)
+
+
+def _print_report(report: Report) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from loadmaster.observe.report import PHASES
+    from loadmaster.observe.words import format_bytes, format_seconds
+
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("rank", "tensors", "read", "placed", *PHASES, "threads", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank in report.ranks:
+        phases = [f"{rank.seconds[phase]:.3f}" for phase in PHASES]
+        sizes = [format_bytes(rank.bytes_read), format_bytes(rank.bytes_placed)]
+        row = [str(rank.rank), str(rank.tensors), *sizes, *phases, str(rank.threads), format_bytes(rank.peak_rss)]
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table)
+    console.print(f"threads: {report.ranks[0].why}")
+    if report.verified is not None:
+        verified = report.verified
+        console.print(
+            f"verified: {verified.tensors} tensors, {verified.bytes} bytes, all as the safetensors library gives them"
+        )
+    console.print(
+        f"loaded {format_bytes(report.bytes_placed)} into {len(report.ranks)} ranks in "
+        f"{format_seconds(report.load_seconds)}: {report.gib_per_second:.2f} GiB/s "
+        f"(with start{' and verify' if report.verified else ''} {format_seconds(report.wall_seconds)})"
+    )
