@@ -1,0 +1,23 @@
+"""What all tests share: hypothesis runs the same examples every time, and nothing of the caller's environment leaks in."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "loadmaster", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+)
+settings.load_profile("loadmaster")
+
+_LEAKING = ("LOADMASTER_", "OMP_", "KMP_", "GOMP_", "MKL_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RAY_")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every variable that Loadmaster reads out of the environment, whatever the machine has set."""
+    for name in list(os.environ):
+        if name.startswith(_LEAKING) or name in {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE", "RANK"}:
+            monkeypatch.delenv(name)
