@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from loadmaster.errors import CheckpointError, MissingDependencyError
+from loadmaster.errors import CheckpointError, InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
 
-__all__ = ["DTYPES", "Dtype", "import_torch", "item_bytes", "name_of_torch_dtype", "torch_dtype"]
+__all__ = [
+    "DTYPES",
+    "SUB_BYTE_DTYPES",
+    "Dtype",
+    "import_torch",
+    "item_bytes",
+    "name_of_torch_dtype",
+    "parse_dtype",
+    "torch_dtype",
+]
 
 
 class Dtype(NamedTuple):
@@ -62,6 +71,10 @@ def item_bytes(dtype: str) -> int:
     return max(1, DTYPES[dtype].bits >> 3)
 
 
+SUB_BYTE_DTYPES = frozenset(name for name, dtype in DTYPES.items() if dtype.bits < 8)
+"""Several of their elements share a byte."""
+
+
 def import_torch() -> ModuleType:
     """Return the torch module, or raise one sentence with the command that installs it."""
     try:
@@ -90,6 +103,20 @@ def torch_dtype(name: str) -> torch.dtype:
             f"dtype {name} has no counterpart in torch {torch.__version__}; its tensors cannot be read"
         )
     return dtype  # type: ignore[no-any-return]
+
+
+def parse_dtype(word: str) -> torch.dtype:
+    """Return the plain floating-point dtype that ``word`` names as torch does, such as ``bfloat16``.
+
+    Raises
+    ------
+    InputError
+        It names none that tensors can be converted to.
+    """
+    names = {dtype.torch_name: name for name, dtype in DTYPES.items() if dtype.floating}
+    if word not in names:
+        raise InputError(f"dtype {word!r} is none that tensors can be converted to; these are {', '.join(names)}")
+    return torch_dtype(names[word])
 
 
 def name_of_torch_dtype(dtype: torch.dtype) -> str:

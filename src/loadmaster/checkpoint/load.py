@@ -63,7 +63,7 @@ def load(
     dtype : torch.dtype, optional
         What plain floating-point tensors of new memory become; scaled 8-bit and integer types stay as they are.
     threads : int, optional
-        Reading threads; default this process's share of the host.
+        Reading threads, at most the usable CPUs; default this process's share of the host.
     progress : callable, optional
         Called with (bytes placed, bytes in all) while reading.
 
@@ -74,14 +74,8 @@ def load(
     PlacementError
         A tensor does not divide among the ranks, or does not fit the target; a name that only one side has.
     """
-    part = share() if threads is None else _asked_for(threads)
+    part = share(threads=threads)
     return load_rank(target, path, shard or placement, dtype=dtype, part=part, progress=progress)
-
-
-def _asked_for(threads: int) -> Share:
-    if type(threads) is not int or threads < 1:
-        raise InputError(f"threads must be a positive integer, not {threads!r}")
-    return Share(threads=threads, cpus=(), workers=1, why=f"{threads} asked for")
 
 
 def load_rank(
@@ -168,7 +162,7 @@ def iter_tensors(
     The next batch is read while the caller uses this one; a tensor stays valid as long as it is held, and closing the
     iterator stops the reading. Parameters and errors as for `load`.
     """
-    part = share() if threads is None else _asked_for(threads)
+    part = share(threads=threads)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     batches = _batches(place(checkpoint, shard, dtype))
 

@@ -67,7 +67,12 @@ class Run(NamedTuple):
 
 def place_whole(entries: Iterable[Entry], dtype: str | None = None) -> list[Placement]:
     """Place every entry whole; ``dtype`` converts those of a plain floating-point dtype."""
-    return [Placement(entry, entry.name, converted_dtype(entry, dtype), entry.storage_shape) for entry in entries]
+    return [
+        Placement(
+            entry, entry.name, entry.dtype if dtype is None else converted_dtype(entry, dtype), entry.storage_shape
+        )
+        for entry in entries
+    ]
 
 
 def converted_dtype(entry: Entry, dtype: str | None) -> str:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import stat
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from loadmaster.checkpoint.dtypes import DTYPES
+from loadmaster.checkpoint.dtypes import DTYPES, SUB_BYTE_DTYPES
 from loadmaster.errors import CheckpointError
 
 __all__ = ["MAX_HEADER_BYTES", "Entry", "FileHeader", "FileIdentity", "parse_header", "read_header"]
@@ -47,7 +48,7 @@ class Entry(NamedTuple):
     @property
     def storage_shape(self) -> tuple[int, ...]:
         """The shape in units that memory can address: two F4 elements share a byte, so the last dimension halves."""
-        if DTYPES[self.dtype].bits >= 8 or not self.shape:
+        if self.dtype not in SUB_BYTE_DTYPES or not self.shape:
             return self.shape
         return (*self.shape[:-1], self.shape[-1] * DTYPES[self.dtype].bits // 8)
 
@@ -128,23 +129,20 @@ def parse_header(file: str, text: bytes, file_bytes: int) -> tuple[list[Entry], 
     """Turn the JSON ``text`` of a header into entries and metadata, checked against a file of ``file_bytes`` bytes."""
     document = _parse_json(file, text)
     metadata = _check_metadata(file, document.pop("__metadata__", None))
-    start = 8 + len(text)
-    raw = []
-    for name, info in document.items():
-        begin, end = _check_info(file, name, info)
-        raw.append((begin, end, name, info["dtype"], tuple(info["shape"])))
     _check_utf8(file, document)
-    raw.sort(key=lambda row: row[:2])
-    position = 0
-    entries = []
-    for begin, end, name, dtype, shape in raw:
-        if begin != position:
-            _gap(file, name, begin, position)
-        _check_size(file, name, dtype, shape, begin, end)
-        position = end
-        entries.append(Entry(name, dtype, shape, file, start + begin, end - begin))
-    _check_end(file, start + position, file_bytes, entries)
+    start = 8 + len(text)
+    entries = [_entry_of(file, name, info, start) for name, info in document.items()]
+    entries.sort(key=_OFFSET_AND_SIZE)
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            _gap(file, entry.name, entry.offset - start, position - start)
+        position += entry.num_bytes
+    _check_end(file, position, file_bytes, entries)
     return entries, metadata
+
+
+_OFFSET_AND_SIZE = operator.attrgetter("offset", "num_bytes")
 
 
 def _parse_json(file: str, text: bytes) -> dict[str, Any]:
@@ -187,8 +185,32 @@ def _check_utf8(file: str, names: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: a tensor name holds half of a surrogate pair and is not valid text") from None
 
 
-def _check_info(file: str, name: str, info: Any) -> tuple[int, int]:
-    """Check the types of one tensor's fields; return its begin and end within the data."""
+def _entry_of(file: str, name: str, info: Any, start: int) -> Entry:
+    """Check the fields of one tensor by themselves; a checkpoint has up to 100,000, so the usual case goes first."""
+    try:
+        dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+        bits = math.prod(shape) * DTYPES[dtype].bits
+        if (
+            set(map(type, (begin, end, *shape))) == _INTEGERS
+            and 0 < bits == (end - begin) * 8 < _U64
+            and 0 <= begin < _U64
+            and min(shape, default=1) > 0
+            and type(shape) is list
+            and type(info) is dict
+        ):
+            return Entry(name, dtype, tuple(shape), file, start + begin, end - begin)
+    except (TypeError, KeyError, ValueError):
+        pass
+    dtype, shape, begin, end = _check_info(file, name, info)
+    _check_size(file, name, dtype, shape, begin, end)
+    return Entry(name, dtype, shape, file, start + begin, end - begin)
+
+
+_INTEGERS = {int}
+
+
+def _check_info(file: str, name: str, info: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Check the types of one tensor's fields; return its dtype, shape, and begin and end within the data."""
     if type(info) is not dict:
         raise CheckpointError(f"{file}: tensor {name!r} is not described by an object")
     try:
@@ -202,7 +224,7 @@ def _check_info(file: str, name: str, info: Any) -> tuple[int, int]:
     for number in (*shape, *offsets):
         if type(number) is not int or not 0 <= number < _U64:
             raise CheckpointError(f"{file}: tensor {name!r} has {number!r} where a 64-bit size is needed")
-    return offsets[0], offsets[1]
+    return dtype, tuple(shape), offsets[0], offsets[1]
 
 
 def _gap(file: str, name: str, begin: int, position: int) -> NoReturn:

@@ -43,14 +43,18 @@ class Target:
 
 def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor], dict[str, Destination]]:
     """Lay the tensors out in one arena, in order, each at a multiple of 64 bytes; return them and their places."""
-    sizes = [placement.num_bytes for placement in placements]
-    ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-    arena = Arena(ends[-1] if ends else 0)
-    tensors, places = {}, {}
-    for placement, end, size in zip(placements, ends, sizes, strict=True):
-        offset = end - -(-size // ALIGNMENT) * ALIGNMENT
-        tensors[placement.name] = arena.tensor(offset, placement.dtype, placement.shape)
-        places[placement.name] = Destination(arena.buffer, arena.start + offset)
+    sizes = [-(-placement.num_bytes // ALIGNMENT) * ALIGNMENT for placement in placements]
+    offsets = list(itertools.accumulate(sizes, initial=0))
+    arena = Arena(offsets.pop())
+    make, buffer, start = arena.tensor, arena.buffer, arena.start
+    tensors = {
+        placement.name: make(offset, placement.dtype, placement.shape)
+        for placement, offset in zip(placements, offsets, strict=True)
+    }
+    places = {
+        placement.name: Destination(buffer, start + offset)
+        for placement, offset in zip(placements, offsets, strict=True)
+    }
     return tensors, places
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,11 +48,14 @@ def load(
 ) -> None:
     """Load a checkpoint into N ranks of this host, each with its share of the CPUs."""
     from loadmaster.checkpoint.tensor_parallel import read_tp_plan
+    from loadmaster.errors import LoadmasterError
     from loadmaster.host import host
     from loadmaster.launch.load import LoadSettings, load_ranks
     from loadmaster.observe.progress import progress_display
+    from loadmaster.observe.report import failed_report
     from loadmaster.share import plan_shares
 
+    started = time.monotonic()
     settings = LoadSettings(
         ranks=ranks,
         sharded=shard is ShardKind.tp,
@@ -60,14 +64,19 @@ def load(
         verify=verify,
     )
     shares = plan_shares(host(), ranks, threads=threads)
-    with progress_display(ranks, quiet=quiet or as_json) as display:
-        report = load_ranks(
-            path,
-            settings,
-            shares,
-            on_progress=lambda rank, state: display.update(rank, *state),
-            on_output=lambda rank, text: print(f"rank {rank}: {text}", file=sys.stderr),
-        )
+    try:
+        with progress_display(ranks, quiet=quiet or as_json) as display:
+            report = load_ranks(
+                path,
+                settings,
+                shares,
+                on_progress=lambda rank, state: display.update(rank, *state),
+                on_output=lambda rank, text: print(f"rank {rank}: {text}", file=sys.stderr),
+            )
+    except LoadmasterError:
+        if as_json:
+            print_json(failed_report(str(path), time.monotonic() - started))
+        raise
     if as_json:
         print_json(report.as_dict())
     else:

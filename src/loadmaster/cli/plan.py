@@ -37,19 +37,17 @@ def plan(
 ) -> None:
     """Show what each rank would get on this host, and why."""
     from loadmaster.host import read_host
-    from loadmaster.share import exports_for, parse_ranks, plan_shares, read_declared
+    from loadmaster.share import exports_for, plan_shares
 
     if as_json and as_env:
         raise InputError("--json and --env exclude each other")
     environ = _environment_of(root)
-    declared = read_declared(environ)
-    count = parse_ranks(ranks or declared.workers or 1, "--ranks")
     host = read_host(root, cpus, environ)
-    shares = plan_shares(host, count, pool=pool or 1, environ=environ)
+    shares = plan_shares(host, ranks, pool=pool or 1, environ=environ)
     if as_json:
         print_json(_document(host, shares, pool))
     elif as_env:
-        for name, value in exports_for(declared.launcher, shares[0]).items():
+        for name, value in exports_for(shares[0], environ).items():
             typer.echo(f"export {name}={value}")
     else:
         _print_tables(host, shares, pool)
@@ -89,25 +87,29 @@ def _document(host: Host, shares: tuple[Share, ...], pool: int | None) -> dict[s
 
 
 def _print_tables(host: Host, shares: tuple[Share, ...], pool: int | None) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from loadmaster.host import format_cpulist
 
-    limits = Table("limit", "value", "", "read from", box=SIMPLE_HEAD, pad_edge=False)
+    form: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+    limits = Table("limit", "value", "", "read from", **form)
     limits.columns[1].justify = "right"
     limits.columns[3].overflow = "fold"
     for limit in host.limits:
-        mark = "<- binds" if limit.binding else ""
-        limits.add_row(limit.name, f"{limit.value:.10g}", mark, limit.where, style="bold" if limit.binding else None)
-    ranks = Table("rank", "threads", "CPUs", "node", box=SIMPLE_HEAD, pad_edge=False)
-    ranks.columns[2].overflow = "fold"
+        mark, style = ("binds", "bold") if limit.binding else ("", None)
+        limits.add_row(limit.name, f"{limit.value:.10g}", mark, limit.where, style=style)
+    ranks = Table("rank", "threads", "node", "CPUs", **form)
+    ranks.columns[1].justify = "right"
+    ranks.columns[3].overflow = "fold"
     for share in shares:
-        node = "-" if share.node is None else str(share.node)
-        ranks.add_row(str(share.rank), str(share.threads), format_cpulist(share.cpus), node)
+        cells = [share.rank, share.threads, share.node]
+        ranks.add_row(*("-" if cell is None else str(cell) for cell in cells), format_cpulist(share.cpus))
     console = Console(highlight=False, markup=False)
-    console.print(limits, ranks)
+    console.print(limits, "", ranks, "", sep="\n")
+    if host.kinds:
+        kinds = "; ".join(f"{kind}: {format_cpulist(cpus)}" for kind, cpus in host.kinds.items())
+        console.print(f"Kinds of core, slowest first: {kinds}.", soft_wrap=True)
     console.print(_sentence(host, shares, pool), soft_wrap=True)
 
 

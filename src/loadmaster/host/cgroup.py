@@ -9,6 +9,7 @@ Sources: the kernel's ``Documentation/admin-guide/cgroup-v2.rst``, ``.../cgroup-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -92,7 +93,9 @@ def _levels_per_mount(
             group = groups.get("" if mount.version == 2 else controller, otherwise)
             found = levels(mount, group)
             if found is None:
-                problems.append(f"this process is in the group {group}, outside of what {mount.folder} shows")
+                problems.append(
+                    f"this process is in the group {group}, outside of what {mount.folder} shows: its quota is unknown"
+                )
             per_mount.append(found or ())
     return per_mount
 
@@ -140,7 +143,9 @@ def _read_weights(files: HostFiles, folders: Iterable[str]) -> Iterable[Found]:
     """Weights of the nearest level that has any: a weight shares out what is contended and limits nothing."""
     for folder in folders:
         texts = {name: (files.read(f"{folder}/{name}") or "").strip(" \n\0") for name in _WEIGHT_FILES}
-        found = [Found(int(text), f"{folder}/{name}") for name, text in texts.items() if text.isdecimal()]
+        found = [
+            Found(int(text), f"{folder}/{name}") for name, text in texts.items() if re.fullmatch("[0-9]{1,9}", text)
+        ]
         if found:
             return found
     return ()

@@ -146,7 +146,9 @@ def _read(request: _Request) -> Host:
         quota=quota,
         compute_cpus=compute_threads(len(cores), quota, hint),
         io_threads=io_threads(len(cpus), quota, hint),
-        limits=mark_binding(_list_limits(topology, groups, affinity, Limit("cores", len(cores), cores_from), hint)),
+        limits=mark_binding(
+            _list_limits(topology, groups, affinity, cpus, Limit("cores", len(cores), cores_from), hint)
+        ),
         online=topology.online or tuple(sorted(cpus)),
         warnings=tuple(problems),
         _request=request,
@@ -199,14 +201,16 @@ def _usable_kinds(kinds: dict[str, tuple[int, ...]] | None, cpus: frozenset[int]
 
 
 def _list_limits(
-    topology: Topology, groups: Groups, affinity: Affinity | None, cores: Limit, hint: Hint | None
+    topology: Topology, groups: Groups, affinity: Affinity | None, cpus: frozenset[int], cores: Limit, hint: Hint | None
 ) -> list[Limit]:
     online = frozenset(topology.online)
-    limits = [Limit("online", len(online), topology.online_from)] if online else []
+    sets = [("online", online, topology.online_from)]
     if affinity is not None:
-        limits.append(Limit("affinity", len(affinity.cpus & online or affinity.cpus), affinity.where))
+        sets.append(("affinity", affinity.cpus, affinity.where))
     if groups.cpuset is not None:
-        limits.append(Limit("cpuset", len(groups.cpuset.cpus & online or groups.cpuset.cpus), groups.cpuset.where))
+        sets.append(("cpuset", groups.cpuset.cpus, groups.cpuset.where))
+    # A set without a usable CPU was passed over, and limits nothing.
+    limits = [Limit(name, len(named & online or named), where) for name, named, where in sets if named & cpus]
     limits.append(cores)
     limits += [Limit("quota", quota.value, quota.where) for quota in groups.quotas]
     limits += [Limit("weight", weight.value, weight.where) for weight in groups.weights]

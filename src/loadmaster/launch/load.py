@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.dtypes import import_torch
+from loadmaster.checkpoint.dtypes import import_torch, parse_dtype
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
 from loadmaster.checkpoint.sharding import Shard
@@ -20,12 +20,18 @@ from loadmaster.observe.report import RankReport, Report, Verified
 from loadmaster.share import Share
 from loadmaster.threads.environment import rank_environment
 
-__all__ = ["LoadSettings", "load_ranks"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadSettings", "load_in_rank", "load_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSettings:
-    """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not."""
+    """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not.
+
+    ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``.
+    """
 
     ranks: int = 1
     sharded: bool = True
@@ -92,8 +98,8 @@ def load_ranks(
     return _report(checkpoint, done, time.monotonic() - started)
 
 
-def _dtype(settings: LoadSettings) -> Any:
-    return None if settings.dtype is None else getattr(import_torch(), settings.dtype)
+def _dtype(settings: LoadSettings) -> torch.dtype | None:
+    return None if settings.dtype is None else parse_dtype(settings.dtype)
 
 
 def _report(checkpoint: Checkpoint, done: Sequence[_Done], wall_seconds: float) -> Report:

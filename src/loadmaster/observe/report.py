@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-__all__ = ["PHASES", "PhaseClock", "RankReport", "Report", "Verified"]
+__all__ = ["PHASES", "PhaseClock", "RankReport", "Report", "Verified", "failed_report"]
 
 PHASES = ("start", "open", "plan", "read", "convert", "verify")
 """The phases of a rank, in order. Their seconds add up to the wall time of that rank."""
@@ -85,9 +85,22 @@ class Report:
         }
 
 
+def failed_report(checkpoint: str, wall_seconds: float) -> dict[str, Any]:
+    """The JSON of a load that failed: the keys of a report, ``ok`` false, and nothing that could pass for a result."""
+    return {
+        "ok": False,
+        "checkpoint": checkpoint,
+        "ranks": [],
+        "load_seconds": None,
+        "wall_seconds": wall_seconds,
+        "gib_per_second": None,
+        "verified": None,
+    }
+
+
 @dataclass
 class PhaseClock:
-    """Adds up the seconds of each phase; what lies between two phases belongs to the one before."""
+    """Adds up the seconds of each phase; a phase may be entered again."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from loadmaster.share.launcher import parse_ranks, read_declared
 from loadmaster.share.share import MAX_THREADS_PER_PROCESS, Share, exports_for, plan_shares, share
 
 __all__ = [
     "MAX_THREADS_PER_PROCESS",
     "Share",
     "exports_for",
-    "parse_ranks",
     "plan_shares",
-    "read_declared",
     "share",
 ]

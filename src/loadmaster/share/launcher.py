@@ -24,6 +24,7 @@ __all__ = [
     "Declared",
     "Launcher",
     "expand_slurm_tasks",
+    "parse_index",
     "parse_ranks",
     "read_declared",
 ]
@@ -70,6 +71,11 @@ def parse_ranks(value: int | str, name: str) -> int:
     return count
 
 
+def parse_index(text: str) -> int | None:
+    """Return a whole number from 0, or None for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
 def expand_slurm_tasks(text: str) -> list[tuple[int, int]]:
     """Return (tasks, nodes) runs of Slurm's ``4(x2),3``, here [(4, 2), (3, 1)].
 
@@ -94,7 +100,7 @@ def _plain(text: str, environ: Mapping[str, str]) -> int:
 def _slurm(text: str, environ: Mapping[str, str]) -> int:
     """Tasks on this node: the step's own list at this node's number, or the fullest node where that is unknown."""
     runs = expand_slurm_tasks(text)
-    node = _index(environ.get("SLURM_NODEID", ""))
+    node = parse_index(environ.get("SLURM_NODEID", ""))
     ends = accumulate(nodes for _, nodes in runs)
     fullest = max(tasks for tasks, _ in runs)
     return next((tasks for (tasks, _), end in zip(runs, ends, strict=True) if node is not None and node < end), fullest)
@@ -191,7 +197,7 @@ def _read_launchers(environ: Mapping[str, str], problems: list[str]) -> list[Dec
         except ValueError as error:
             problems.append(f"{launcher.size_variable}={text[:40]!r} of {launcher.name} is not counted: {error}")
             continue
-        rank = _index(environ.get(launcher.rank_variable, ""))
+        rank = parse_index(environ.get(launcher.rank_variable, ""))
         if rank is not None and rank >= workers:
             problems.append(f"{launcher.rank_variable}={rank} of {launcher.name} is not below its {workers} ranks")
             rank = None
@@ -201,7 +207,7 @@ def _read_launchers(environ: Mapping[str, str], problems: list[str]) -> list[Dec
 
 def _read_global(environ: Mapping[str, str]) -> Declared:
     for variable in _GLOBAL_SIZES:
-        size = _index(environ.get(variable, ""))
+        size = parse_index(environ.get(variable, ""))
         if size == 1:
             return Declared(workers=1, rank=0)
         if size:
@@ -217,7 +223,7 @@ def _apply_ours(declared: Declared, found: list[Declared], environ: Mapping[str,
         ranks = [row.rank for row in found if row.rank is not None and row.rank < workers]
         declared = Declared(workers, ranks[0] if ranks else None, OURS.name)
     if rank is not None:
-        number = _index(rank.strip())
+        number = parse_index(rank.strip())
         if number is None or (declared.workers is not None and number >= declared.workers):
             below = "" if declared.workers is None else f" below {declared.workers}, the ranks on this host"
             raise InputError(f"{OURS.rank_variable} must be a whole number from 0{below}, not {rank[:40]!r}")
@@ -226,11 +232,7 @@ def _apply_ours(declared: Declared, found: list[Declared], environ: Mapping[str,
 
 
 def _count(text: str) -> int:
-    number = _index(text.strip())
+    number = parse_index(text.strip())
     if not number or number > MAX_RANKS:
         raise ValueError(f"it is not a whole number from 1 to {MAX_RANKS}")
     return number
-
-
-def _index(text: str) -> int | None:
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None

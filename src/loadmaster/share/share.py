@@ -5,15 +5,16 @@ Host + ranks on it (argument, launcher) -> equal parts -> what the user set -> S
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from loadmaster.host import Host, read_host
 from loadmaster.host.notices import warn_once
 from loadmaster.share.cpusets import deal_cores, node_of
-from loadmaster.share.launcher import LAUNCHERS, OURS, Declared, parse_ranks, read_declared
+from loadmaster.share.division import Division, divide, divide_as_declared
+from loadmaster.share.launcher import LAUNCHERS, OURS, parse_ranks, read_declared
 from loadmaster.share.settings import Bound, Settings, ray_assigned_cpus, read_settings
 
 __all__ = ["MAX_THREADS_PER_PROCESS", "Share", "exports_for", "plan_shares", "share"]
@@ -80,23 +81,13 @@ def share(
     """
     environment = os.environ if environ is None else environ
     host = read_host(environ=environment) if host is None else host
-    declared = read_declared(environment)
-    settings = read_settings(threads, environment, ray_assigned_cpus())
-    for problem in (*declared.problems, *settings.problems):
-        warn_once(__name__, problem)
-    if workers is None:
-        here = _declared_division(host, declared, environment)
-    else:
-        here = _division(parse_ranks(workers, "workers"), declared.rank)
-    number, why = _decide(host, here, settings)
-    whole = here.rank is None or here.parts == 1
-    cpus = host.cpus if whole else deal_cores(host, here.parts)[here.rank or 0]
-    return Share(number, cpus, here.ranks, why, here.rank, node_of(host, cpus))
+    here, settings = _read(host, workers, 1, threads, environment, "workers")
+    return _own_share(host, here, settings)
 
 
 def plan_shares(
     host: Host,
-    ranks: int,
+    ranks: int | None,
     threads: int | None = None,
     *,
     pool: int = 1,
@@ -107,7 +98,8 @@ def plan_shares(
     Parameters
     ----------
     ranks
-        Ranks on this host.
+        Ranks on this host. None for those that the environment declares: then, where Slurm has narrowed the CPUs to
+        this process's own, only this process's share is returned.
     threads
         Threads asked for, for each rank.
     pool
@@ -118,93 +110,55 @@ def plan_shares(
     InputError
         If an argument or ``LOADMASTER_THREADS`` cannot be used.
     """
-    count, pool = parse_ranks(ranks, "--ranks"), parse_ranks(pool, "--pool")
-    settings = read_settings(threads, os.environ if environ is None else environ)
-    for problem in settings.problems:
-        warn_once(__name__, problem)
-    number, why = _decide(host, _division(count, None, pool), settings)
-    dealt = deal_cores(host, count)
+    environment = os.environ if environ is None else environ
+    here, settings = _read(host, ranks, parse_ranks(pool, "--pool"), threads, environment, "--ranks")
+    if here.parts < here.ranks:
+        return (_own_share(host, here, settings),)
+    number, why = _decide(host, here, settings)
+    dealt = deal_cores(host, here.ranks)
     nodes = {cpus: node_of(host, cpus) for cpus in set(dealt)}
-    return tuple(Share(number, cpus, count, why, rank, nodes[cpus]) for rank, cpus in enumerate(dealt))
+    return tuple(Share(number, cpus, here.ranks, why, rank, nodes[cpus]) for rank, cpus in enumerate(dealt))
 
 
-def exports_for(launcher: str, share: Share) -> dict[str, str]:
+def exports_for(share: Share, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that give ranks of such a share its number of threads.
 
     ``OMP_NUM_THREADS`` for whatever starts a team, the number of ranks for Loadmaster in each of them, and what keeps
-    the launcher of this name from binding a rank to fewer CPUs than it has threads.
+    the launcher, if the environment tells which, from binding a rank to fewer CPUs than it has threads.
     """
+    launcher = read_declared(environ).launcher
     exports = {"OMP_NUM_THREADS": str(share.threads), OURS.size_variable: str(share.workers)}
     rows = [row for row in LAUNCHERS if row.name == launcher]
     return exports | {name: value.format(threads=share.threads) for row in rows for name, value in row.exports}
 
 
-class _Division(NamedTuple):
-    """Into how many parts the usable CPUs are divided.
-
-    Attributes
-    ----------
-    ranks
-        Ranks on the host.
-    parts
-        Ranks among which the usable CPUs are divided: one, where the launcher has divided them already.
-    pool
-        Teams in each rank.
-    bound
-        What the launcher was told to give one rank, where it did not see to that itself.
-    note
-        Words for the end of the reason.
-    """
-
-    ranks: int
-    parts: int
-    among: str
-    rank: int | None = None
-    pool: int = 1
-    bound: Bound | None = None
-    note: str = ""
+def _read(
+    host: Host, ranks: int | None, pool: int, threads: int | None, environ: Mapping[str, str], name: str
+) -> tuple[Division, Settings]:
+    """What the host is divided into, and what the user set; problems with either are logged."""
+    declared = read_declared(environ)
+    settings = read_settings(threads, environ, ray_assigned_cpus())
+    for problem in (*declared.problems, *settings.problems):
+        warn_once(__name__, problem)
+    if ranks is None:
+        return divide_as_declared(host, declared, environ, pool), settings
+    return divide(parse_ranks(ranks, name), declared.rank, pool), settings
 
 
-def _division(ranks: int, rank: int | None, pool: int = 1) -> _Division:
-    among = f"{ranks} rank{'s' * (ranks > 1)}" + (f" / {pool} pool workers" if pool > 1 else "")
-    known = 0 if ranks == 1 else rank if rank is not None and rank < ranks else None
-    return _Division(ranks, ranks, among, known, pool)
+def _own_share(host: Host, here: Division, settings: Settings) -> Share:
+    number, why = _decide(host, here, settings)
+    whole = here.rank is None or here.parts == 1
+    cpus = host.cpus if whole else deal_cores(host, here.parts)[here.rank or 0]
+    return Share(number, cpus, here.ranks, why, here.rank, node_of(host, cpus))
 
 
-def _declared_division(host: Host, declared: Declared, environ: Mapping[str, str]) -> _Division:
-    if declared.only_global:
-        unknown = f"local rank count unknown (only {declared.only_global} is set)"
-        return _division(1, None)._replace(rank=None, note=unknown)
-    here = _division(declared.workers or 1, declared.rank)
-    text = environ.get("SLURM_CPUS_PER_TASK", "")
-    if declared.launcher != "Slurm" or not text.isdecimal() or int(text) < 1:
-        return here
-    if _is_own_mask(host, here.ranks, int(text)):
-        return here._replace(parts=1, among=f"1 task, narrowed by Slurm (SLURM_CPUS_PER_TASK={text})")
-    return here._replace(bound=Bound(int(text), f"SLURM_CPUS_PER_TASK={text}"))
-
-
-def _is_own_mask(host: Host, tasks: int, task_cpus: int) -> bool:
-    """Whether Slurm has narrowed the affinity to this one task, so that the CPUs must not be divided again.
-
-    Slurm counts hardware threads or cores, as configured, and hands out whole cores. A mask for all tasks of this host
-    would have at least ``tasks * task_cpus`` CPUs.
-    """
-    return (
-        tasks > 1
-        and set(host.cpus) < set(host.online)
-        and len(host.cores) <= task_cpus
-        and len(host.cpus) < tasks * task_cpus
-    )
-
-
-def _decide(host: Host, here: _Division, settings: Settings) -> tuple[int, str]:
+def _decide(host: Host, here: Division, settings: Settings) -> tuple[int, str]:
     """The number of threads, and the reason for it."""
     divisor = here.parts * here.pool
     number = max(1, host.compute_cpus // divisor)
     why = f"{_capacity(host)} / {here.among}"
     if divisor > host.compute_cpus:
-        why += ": the host is oversubscribed by processes, which no thread count can mend"
+        why += f": {_oversubscribed(host)}"
     if settings.explicit is not None:
         asked = settings.explicit
         given = min(asked.threads, len(host.cpus))
@@ -217,6 +171,14 @@ def _decide(host: Host, here: _Division, settings: Settings) -> tuple[int, str]:
     if lowest.threads < number:
         number, notes = lowest.threads, [lowest.reason, *notes]
     return number, ", ".join([why, *filter(None, notes)])
+
+
+def _oversubscribed(host: Host) -> str:
+    values = {limit.name: limit.value for limit in host.limits}
+    if values.get("affinity", math.inf) < values.get("cpuset", values.get("online", 0)):
+        # Perhaps the launcher gave each rank CPUs of its own, so that nothing is wrong.
+        return "the affinity of this process leaves fewer cores than there are ranks"
+    return "the host is oversubscribed by processes, which no thread count can mend"
 
 
 def _capacity(host: Host) -> str:
