@@ -38,8 +38,8 @@ __all__ = ["Destination", "ReadResult", "plan_pieces", "read_pieces"]
 PIECE_BYTES = 8 << 20
 """The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
 
-DIRECT_RUN_BYTES = 64 << 10
-"""Runs at least this long are read one by one; a map would save nothing (a call costs 1 us, the copy of it 10)."""
+DIRECT_RUN_BYTES = 512 << 10
+"""Runs at least this long are read one by one: nothing is left for a map to save."""
 
 _PROGRESS_SECONDS = 0.1
 

@@ -130,9 +130,8 @@ def _online_by_folder(files: HostFiles, folders: Iterable[int]) -> set[int]:
     the topology folder when a CPU comes online and removes it when it goes.
     """
     states = {cpu: (files.read(f"{CPU_FOLDER}/cpu{cpu}/online") or "").strip(" \n\0") for cpu in folders}
-    online = {cpu for cpu, state in states.items() if state != "0"}
-    described = {cpu for cpu in online if states[cpu] == "1" or files.names(f"{CPU_FOLDER}/cpu{cpu}/topology")}
-    return described or online
+    described = {cpu for cpu in folders if files.names(f"{CPU_FOLDER}/cpu{cpu}/topology")} or set(folders)
+    return {cpu for cpu, state in states.items() if state == "1" or (state != "0" and cpu in described)}
 
 
 def _read_siblings(files: HostFiles, cpus: Iterable[int]) -> tuple[dict[int, frozenset[int]], str]:

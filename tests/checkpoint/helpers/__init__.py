@@ -1,0 +1,1 @@
+"""What the tests of this room share: files, the truth in plain torch operations, child processes."""
