@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,7 +93,7 @@ def test_levels_go_from_the_leaf_to_the_mount_root(root: str, below: str, folder
     assert found is not None
     assert found[0] == (top + below).rstrip("/")
     assert found[-1] == top
-    assert all(leaf.rpartition("/")[0] == parent for leaf, parent in zip(found, found[1:], strict=False))
+    assert all(leaf.rpartition("/")[0] == parent for leaf, parent in pairwise(found))
 
 
 @given(paths | st.just("/.."), st.lists(names | st.just(".."), max_size=6))

@@ -77,8 +77,7 @@ def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> floa
                 if piece is None:
                     return
                 descriptor, offset, target, size = piece
-                start = arena.start + target
-                read_into(descriptor, [arena.buffer[start : start + size]], offset)
+                read_into(descriptor, [arena.buffer[target : target + size]], offset)
 
         team = [threading.Thread(target=read) for _ in range(threads)]
         for member in team:

@@ -192,8 +192,8 @@ def _batches(placements: Sequence[Placement]) -> Iterator[list[Placement]]:
 
 
 def _read_new(checkpoint: Checkpoint, placements: Sequence[Placement], threads: int) -> dict[str, torch.Tensor]:
-    tensors, places = new_memory(placements)
-    pieces = plan_pieces(placements, [places[placement.name] for placement in placements])
+    tensors, destinations = new_memory(placements)
+    pieces = plan_pieces(placements, destinations)
     read_pieces(pieces, checkpoint.files, threads, None, lambda file, offset: _tensor_at(checkpoint, file, offset))
     return tensors
 

@@ -33,7 +33,7 @@ from loadmaster.threads.openmp import use_one_thread_here
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Destination", "ReadResult", "plan_pieces", "read_pieces"]
+__all__ = ["Destinations", "ReadResult", "plan_pieces", "read_pieces"]
 
 PIECE_BYTES = 8 << 20
 """The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
@@ -44,11 +44,11 @@ DIRECT_RUN_BYTES = 512 << 10
 _PROGRESS_SECONDS = 0.1
 
 
-class Destination(NamedTuple):
-    """Where a tensor begins: byte ``offset`` of ``buffer``."""
+class Destinations(NamedTuple):
+    """Where the tensors of a load begin: tensor ``i`` at byte ``offsets[i]`` of ``buffers[i]``."""
 
-    buffer: memoryview
-    offset: int
+    buffers: Sequence[memoryview]
+    offsets: Sequence[int]
 
 
 class Piece(NamedTuple):
@@ -83,12 +83,12 @@ class ReadResult:
 
 
 def plan_pieces(
-    placements: Sequence[Placement], destinations: Sequence[Destination], piece_bytes: int = PIECE_BYTES
+    placements: Sequence[Placement], destinations: Destinations, piece_bytes: int = PIECE_BYTES
 ) -> list[Piece]:
     """Cut the work into pieces in file order, small neighbours of a file joined into one vectored read."""
     reads: list[tuple[str, int, int, memoryview, int]] = []
     pieces: list[Piece] = []
-    for placement, (buffer, begin) in zip(placements, destinations, strict=True):
+    for placement, buffer, begin in zip(placements, *destinations, strict=True):
         entry = placement.entry
         if placement.dtype != entry.dtype:
             pieces += _converting_pieces(placement, buffer, begin)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
 from loadmaster.checkpoint.placement import Placement, covered_bytes
-from loadmaster.checkpoint.reader import Destination
+from loadmaster.checkpoint.reader import Destinations
 from loadmaster.errors import InputError, PlacementError
 
 if TYPE_CHECKING:
@@ -23,14 +23,15 @@ class Target:
 
     def __init__(self, placements: Sequence[Placement], existing: Mapping[str, torch.Tensor]) -> None:
         self.placements = placements
-        fresh = [placement for placement in placements if placement.name not in existing]
-        self.tensors, places = new_memory(fresh)
-        for name, tensor in existing.items():
-            places[name] = Destination(memoryview(_bytes_of(tensor)), 0)
-        self.destinations = [places[placement.name] for placement in placements]
-        for placement in placements:
-            if placement.name in existing and covered_bytes(placement) < placement.num_bytes:
-                existing[placement.name].zero_()
+        fresh = [placement for placement in placements if placement.name not in existing] if existing else placements
+        self.tensors, self.destinations = new_memory(fresh)
+        if existing:
+            made = iter(zip(self.destinations.buffers, self.destinations.offsets, strict=True))
+            places = [
+                _in_place(placement, existing[placement.name]) if placement.name in existing else next(made)
+                for placement in placements
+            ]
+            self.destinations = Destinations([buffer for buffer, _ in places], [offset for _, offset in places])
 
     @property
     def num_bytes(self) -> int:
@@ -41,21 +42,24 @@ class Target:
         """Give the complete tensors to whom they were loaded for."""
 
 
-def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor], dict[str, Destination]]:
+def _in_place(placement: Placement, tensor: torch.Tensor) -> tuple[memoryview, int]:
+    """The memory of an existing tensor, zeroed where the placement does not cover it all."""
+    if covered_bytes(placement) < placement.num_bytes:
+        tensor.zero_()
+    return memoryview(_bytes_of(tensor)), 0
+
+
+def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor], Destinations]:
     """Lay the tensors out in one arena, in order, each at a multiple of 64 bytes; return them and their places."""
     sizes = [-(-placement.num_bytes // ALIGNMENT) * ALIGNMENT for placement in placements]
     offsets = list(itertools.accumulate(sizes, initial=0))
     arena = Arena(offsets.pop())
-    make, buffer, start = arena.tensor, arena.buffer, arena.start
+    make = arena.tensor
     tensors = {
         placement.name: make(offset, placement.dtype, placement.shape)
         for placement, offset in zip(placements, offsets, strict=True)
     }
-    places = {
-        placement.name: Destination(buffer, start + offset)
-        for placement, offset in zip(placements, offsets, strict=True)
-    }
-    return tensors, places
+    return tensors, Destinations([arena.buffer] * len(offsets), offsets)
 
 
 class _NewMapping(Target):

@@ -1,0 +1,1 @@
+"""Tests of `loadmaster.launch`: real ranks, real signals."""

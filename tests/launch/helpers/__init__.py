@@ -1,0 +1,1 @@
+"""What ranks do in these tests, and what nobody may leave behind."""

@@ -1,0 +1,148 @@
+"""`run_ranks` when all goes well: results, barriers, progress, text and environment of real ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.helpers.rank_functions import ACT
+from loadmaster.launch.spawn import decode_exit, run_ranks
+from loadmaster.threads.environment import rank_environment
+
+pytestmark = pytest.mark.processes
+
+
+def run(*jobs: tuple[str, Any], **settings: Callable[..., None]) -> list[Any]:
+    """Run one rank per job in the environment of this process."""
+    return run_ranks(ACT, jobs, environments=[dict(os.environ)] * len(jobs), **settings)
+
+
+def test_results_come_in_the_order_of_the_jobs_whoever_ends_first(tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    jobs = [("follow", (second, third)), ("follow", (first, second)), ("follow", (None, first))]
+    assert run(*jobs) == [0, 1, 2]
+
+
+def test_a_job_and_a_result_of_any_size_arrive(tmp_path: Path) -> None:
+    large = bytes(range(256)) * 40_000  # larger than the buffer of the line between the two
+    assert run(("answer", large)) == [(0, large)]
+
+
+def test_no_jobs_need_no_ranks() -> None:
+    assert run() == []
+
+
+def test_a_barrier_opens_when_the_last_rank_has_come_and_opens_again() -> None:
+    first, second = zip(*run(*[("meet", 2)] * 3), strict=True)
+    for barrier in (first, second):
+        assert min(after for _, after in barrier) >= max(before for before, _ in barrier)
+    assert min(before for before, _ in second) >= max(before for before, _ in first)
+
+
+def test_a_barrier_does_not_wait_for_ranks_that_are_done() -> None:
+    early, ((before, after),) = run(("answer", None), ("meet", 1))
+    assert early == (0, None)
+    assert after >= before
+
+
+def test_progress_arrives_in_order_with_the_number_of_the_rank() -> None:
+    told: list[tuple[int, Any]] = []
+    counts = run(
+        ("tell", [(1, 10), (10, 10)]), ("tell", ["half", None]), on_progress=lambda *message: told.append(message)
+    )
+    assert counts == [2, 2]
+    assert [value for rank, value in told if rank == 0] == [(1, 10), (10, 10)]
+    assert [value for rank, value in told if rank == 1] == ["half", None]
+    assert len(told) == 4
+
+
+def test_messages_of_several_threads_do_not_mix() -> None:
+    told: list[Any] = []
+    run(("tell_from_threads", 100), on_progress=lambda _, value: told.append(value))
+    for thread in range(4):
+        assert [number for sender, number in told if sender == thread] == list(range(100))
+
+
+def test_progress_that_nobody_asked_for_is_dropped() -> None:
+    assert run(("tell", [1])) == [1]
+
+
+def test_text_of_a_rank_that_ends_well_is_handed_over_once() -> None:
+    heard: list[tuple[int, str]] = []
+    run(("write", "a warning\n"), ("write", ""), on_output=lambda *text: heard.append(text))
+    assert heard == [(0, "a warning")]
+
+
+def test_text_that_is_not_utf_8_is_handed_over_as_well_as_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, str]] = []
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    run_ranks(ACT, [("write", "caf\xe9")], environments=[environment], on_output=lambda *text: heard.append(text))
+    assert heard == [(0, "caf\ufffd")]
+
+
+def test_a_rank_finds_the_environment_that_was_given_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    given |= {"PYTHONPATH": "/nowhere", "ANSWER": "42"}
+    monkeypatch.setenv("OF_THE_PARENT_ONLY", "1")
+    environments = [rank_environment(threads, rank, 2, given) for rank, threads in enumerate((3, 1))]
+    for rank, found in enumerate(run_ranks(ACT, [("describe", None)] * 2, environments=environments)):
+        environment = found["environment"]
+        root, *others = environment.pop("PYTHONPATH").split(os.pathsep)
+        assert (Path(root) / "loadmaster" / "launch" / "rank.py").is_file()
+        assert others == ["/nowhere"]
+        del given["PYTHONPATH"]
+        assert {name: environment.get(name) for name in given} == given
+        assert environment["OMP_NUM_THREADS"] == "31"[rank]
+        assert environment["LOADMASTER_LOCAL_RANK"] == str(rank)
+        assert environment["LOADMASTER_LOCAL_SIZE"] == "2"
+        assert "OF_THE_PARENT_ONLY" not in environment
+        given["PYTHONPATH"] = "/nowhere"
+
+
+def test_a_rank_imports_from_where_its_parent_does_and_has_no_input() -> None:
+    (found,) = run(("describe", None))
+    assert found["path"] == sys.path
+    assert found["executable"] == sys.executable
+    assert found["input"] == ""
+
+
+def test_a_rank_ignores_the_interrupt_that_its_parent_answers() -> None:
+    assert run(("survive_interrupt", None)) == ["survived"]
+
+
+@pytest.mark.parametrize("module", ["pickle", "signal", "loadmaster"])
+def test_files_of_the_current_folder_are_not_taken_for_modules(
+    module: str, tmp_path: Path, temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KNOWN TO FAIL: ``python -m`` puts the current folder before the standard library."""
+    (tmp_path / f"{module}.py").write_text("raise SystemExit('the file of the current folder was run')")
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert run(("answer", 1)) == [(0, 1)]
+    finally:
+        for log in temporary_folder.iterdir():
+            log.unlink()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0 before it was done"),
+        (3, "ended with exit code 3 before it was done"),
+        (-9, "was killed by SIGKILL, possibly out of memory"),
+        (-7, "was killed by SIGBUS, a mapped file was truncated or its storage failed"),
+        (-11, "was killed by SIGSEGV, a crash in native code"),
+        (-6, "was killed by SIGABRT, native code gave up"),
+        (-4, "was killed by SIGILL, an instruction that this CPU does not have"),
+        (-24, "was killed by SIGXCPU, the limit of CPU time was reached"),
+        (-15, "was killed by SIGTERM"),
+        (-40, "was killed by signal 40"),
+    ],
+)
+def test_how_a_process_ended_is_said_in_words(code: int, words: str) -> None:
+    assert decode_exit(code) == words
