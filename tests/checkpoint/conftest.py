@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ def left_behind() -> list[str]:
     files = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(descriptor)
+            target = str(descriptor.readlink())
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if ".safetensors" in target:

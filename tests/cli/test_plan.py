@@ -72,7 +72,7 @@ def test_the_json_form_is_frozen(root: Path, capsys: pytest.CaptureFixture[str])
             "cpus": [0, 1, 2, 3, 4, 5, 6, 7],
             "cores": [[0, 1], [2, 3], [4, 5], [6, 7]],
             "nodes": {"0": [0, 1, 2, 3], "1": [4, 5, 6, 7]},
-            "kinds": {"500 capacity": [0, 1, 4, 5], "1024 capacity": [2, 3, 6, 7]},
+            "kinds": {"capacity 500": [0, 1, 4, 5], "capacity 1024": [2, 3, 6, 7]},
             "quota": 3.5,
             "compute_cpus": 3,
             "limits": [
@@ -107,13 +107,14 @@ def test_this_host_is_planned_for_by_default(capsys: pytest.CaptureFixture[str])
 
 def test_the_text_has_limits_ranks_and_a_reason(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--ranks", "2", "--root", str(root)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
     assert ["quota", "3.5", "binds", "/sys/fs/cgroup/pod/cpu.max"] in lines
     assert sum("binds" in line for line in lines) == 1
     assert ["0", "1", "0", "0-3"] in lines
     assert ["1", "1", "1", "4-7"] in lines
-    assert "Kinds of core, slowest first: 500 capacity: 0-1,4-5; 1024 capacity: 2-3,6-7.".split() in lines
-    assert lines[-1] == "Each rank gets 1 thread: quota 3.5 / 2 ranks.".split()
+    assert "Kinds of core, slowest first: capacity 500: 0-1,4-5; capacity 1024: 2-3,6-7.\n" in text
+    assert text.endswith("\nEach rank gets 1 thread: quota 3.5 / 2 ranks.\n")
 
 
 def test_more_ranks_than_cores_is_said(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

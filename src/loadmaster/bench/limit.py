@@ -29,8 +29,8 @@ def limit_seconds(files: Sequence[str], num_bytes: int, threads: int) -> float:
     program = _program()
     if program is None:
         return _limit_in_python(files, num_bytes, threads)
-    command = [program, str(threads), str(num_bytes), *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [f"/proc/self/fd/{program}", str(threads), str(num_bytes), *files]
+    done = subprocess.run(command, pass_fds=[program], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LoadmasterError(f"the limit could not be measured: {done.stderr.strip()}")
     return float(done.stdout)
@@ -42,24 +42,24 @@ def limit_kind() -> str:
 
 
 @functools.cache
-def _program() -> str | None:
-    """Build limit.c once per process; None without a C compiler."""
+def _program() -> int | None:
+    """Build limit.c once per process; a descriptor of the program in memory, None where it cannot be built."""
     compiler = shutil.which("cc")
-    if compiler is None:
+    if compiler is None or not hasattr(os, "memfd_create"):
         return None
-    folder = _temporary_folder()
-    program = f"{folder.name}/limit"
-    source = Path(__file__).with_name("limit.c")
-    built = subprocess.run(
-        [compiler, "-O2", "-pthread", "-o", program, os.fspath(source)], capture_output=True, check=False
-    )
-    return program if built.returncode == 0 else None
-
-
-@functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="loadmaster-limit-")
+    with tempfile.TemporaryDirectory(prefix="loadmaster-limit-") as folder:
+        built = Path(folder, "limit")
+        source = Path(__file__).with_name("limit.c")
+        command = [compiler, "-O2", "-pthread", "-o", os.fspath(built), os.fspath(source)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return None
+        image = built.read_bytes()
+    writable = os.memfd_create("loadmaster-limit")
+    try:
+        os.write(writable, image)
+        return os.open(f"/proc/self/fd/{writable}", os.O_RDONLY)  # a program open for writing cannot be run
+    finally:
+        os.close(writable)
 
 
 def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> float:

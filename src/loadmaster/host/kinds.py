@@ -24,7 +24,7 @@ Signal = dict[int, tuple[float, str]]
 
 _DEVICES = ("cpu_lowpower", "cpu_atom", "cpu_core")  # slowest first
 _GAP = 0.10
-_KHZ = 1e6  # kHz in a GHz
+_KHZ = 1e6  # of them in a GHz: cpufreq counts in kHz
 
 
 def read_kinds(files: HostFiles, online: Sequence[int]) -> dict[str, tuple[int, ...]] | None:
@@ -77,15 +77,15 @@ def _devices(files: HostFiles, online: Sequence[int]) -> Signal:
 
 
 def _capacities(files: HostFiles, online: Sequence[int]) -> Signal:
-    return _classify(_values(files, online, "cpu_capacity", int), "capacity", 1)
+    return _classify(_values(files, online, "cpu_capacity", int), "capacity {}", 1)
 
 
 def _highest_frequencies(files: HostFiles, online: Sequence[int]) -> Signal:
-    return _classify(_values(files, online, "cpufreq/cpuinfo_max_freq", int), "GHz", _KHZ)
+    return _classify(_values(files, online, "cpufreq/cpuinfo_max_freq", int), "{} GHz", _KHZ)
 
 
 def _base_frequencies(files: HostFiles, online: Sequence[int]) -> Signal:
-    return _classify(_values(files, online, "cpufreq/base_frequency", int), "GHz base", _KHZ)
+    return _classify(_values(files, online, "cpufreq/base_frequency", int), "base {} GHz", _KHZ)
 
 
 def _parts(files: HostFiles, online: Sequence[int]) -> Signal:
@@ -105,11 +105,11 @@ def _values(files: HostFiles, online: Sequence[int], name: str, parse: Callable[
     return values
 
 
-def _classify(values: dict[int, int], unit: str, scale: float) -> Signal:
+def _classify(values: dict[int, int], label: str, scale: float) -> Signal:
     labels: dict[int, tuple[float, str]] = {}
     for place, (lowest, highest) in enumerate(classes_of(set(values.values()))):
         span = f"{lowest / scale:.4g}" if lowest == highest else f"{lowest / scale:.4g}-{highest / scale:.4g}"
-        labels |= {value: (place, f"{span} {unit}") for value in values.values() if lowest <= value <= highest}
+        labels |= {value: (place, label.format(span)) for value in values.values() if lowest <= value <= highest}
     return {cpu: labels[value] for cpu, value in values.items()}
 
 

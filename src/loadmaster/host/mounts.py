@@ -69,10 +69,12 @@ def unescape(text: str) -> str:
 def _mountinfo_lines(text: str) -> Iterator[GroupMount]:
     for line in text.split("\n"):
         # A variable number of optional fields ends with a lone dash.
-        left, dash, right = line.partition(" - ")
-        fields, tail = left.split(" "), right.split(" ")
-        if dash and len(fields) >= 6 and len(tail) >= 3 and tail[0] in _TYPES:
-            yield _mount(tail[0], unescape(fields[3]), unescape(fields[4]), tail[2])
+        left, _, right = line.partition(" - ")
+        tail = right.split(" ")
+        if tail[0] in _TYPES and len(tail) >= 3:  # few lines of the many that a container's host may have
+            fields = left.split(" ")
+            if len(fields) >= 6:
+                yield _mount(tail[0], unescape(fields[3]), unescape(fields[4]), tail[2])
 
 
 def _mounts_lines(text: str) -> Iterator[GroupMount]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,7 @@ def _report(checkpoint: Checkpoint, done: Sequence[_Done], wall_seconds: float) 
 
 def load_in_rank(job: _Job, context: RankContext) -> _Done:
     """Load this rank's part; in the rank's process."""
+    logging.getLogger("loadmaster.checkpoint.sharding").setLevel(logging.ERROR)  # the parent has warned already
     import_torch()
     context.barrier()
     begin = time.monotonic()

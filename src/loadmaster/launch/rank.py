@@ -70,11 +70,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     try:
-        import_path, function, rank = connection.recv()
+        function, rank = connection.recv()
         job = connection.recv_bytes()
     except EOFError:
         os._exit(1)
-    sys.path[:] = import_path
     context = RankContext(rank, connection)
     try:
         context.send("result", _find(function)(pickle.loads(job), context))
@@ -90,7 +89,3 @@ def main() -> None:
 def _find(function: str) -> Callable[[Any, RankContext], Any]:
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Runs one function in N fresh processes, its ranks.
 
-    parent                                     rank r:  python -m loadmaster.launch.rank
-    ------                                     ----------------------------------------
+    parent                                     rank r: a fresh python, loadmaster.launch.rank
+    ------                                     ----------------------------------------------
     run_ranks  --- job ---------------------->  import, call function(job, context)
                <-- barrier / progress --------  context.barrier(), context.progress(...)
                --- go, when all are there --->
@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import IO, Any
 
 from loadmaster.errors import LoadmasterError, RankError
@@ -36,6 +35,13 @@ __all__ = ["decode_exit", "run_ranks"]
 
 STOP_SECONDS = 1.0
 """How long a rank that was told to end may take before it is killed; it holds nothing that needs putting away."""
+
+_IMPORT_PATH = "LOADMASTER_IMPORT_PATH"
+_BOOTSTRAP = (
+    f"import os, sys; sys.path[:] = os.environ.pop('{_IMPORT_PATH}').split(os.pathsep); "
+    "from loadmaster.launch.rank import main; main()"
+)
+"""A rank imports from where its parent does. PYTHONPATH would not do: it goes before the standard library."""
 
 _CAUSES = {
     "SIGKILL": "possibly out of memory",
@@ -109,12 +115,12 @@ def _start(number: int, function: str, job: Any, environment: Mapping[str, str])
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "loadmaster.launch.rank", str(theirs.fileno())],
+            [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), f"rank={number}"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
-            env=_with_import_path(environment),
+            env={**environment, _IMPORT_PATH: os.pathsep.join(sys.path)},
         )
     except OSError as refused:
         output.close()
@@ -124,16 +130,9 @@ def _start(number: int, function: str, job: Any, environment: Mapping[str, str])
         theirs.close()
     rank = _Rank(number, process, Connection(ours.detach()), output)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as its end by _attend
-        rank.connection.send((sys.path, function, number))
+        rank.connection.send((function, number))
         rank.connection.send_bytes(pickle.dumps(job))
     return rank
-
-
-def _with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a fresh interpreter finds this very package."""
-    root = os.fspath(Path(__file__).parents[2])
-    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _attend(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:

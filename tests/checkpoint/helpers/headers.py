@@ -1,6 +1,6 @@
 """Headers as documents that can hold what no JSON writer writes: keys given twice, ``-0``, ``NaN``, half surrogates.
 
-    valid model --mutate one or more times--> model --text_of--> header text, data --write_raw--> file
+valid model --mutate one or more times--> model --text_of--> header text, data --write_raw--> file
 """
 
 from __future__ import annotations

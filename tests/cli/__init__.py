@@ -1,0 +1,1 @@
+"""Tests of the ``loadmaster`` command: real processes, their exit codes, and what they print."""
