@@ -12,12 +12,16 @@ settings.register_profile(
 )
 settings.load_profile("loadmaster")
 
-_LEAKING = ("LOADMASTER_", "OMP_", "KMP_", "GOMP_", "MKL_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RAY_")
+_LEAKING = (
+    *("LOADMASTER_", "OMP_", "KMP_", "GOMP_", "MKL_", "TORCHELASTIC_", "RAY_", "SLURM_", "FLUX_"),
+    *("OMPI_", "PMI_", "PMIX_", "MPI_", "PALS_", "MV2_", "CROSS_"),
+)
+_LEAKING_NAMES = {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK"}
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every variable that Loadmaster reads out of the environment, whatever the machine has set."""
     for name in list(os.environ):
-        if name.startswith(_LEAKING) or name in {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE", "RANK"}:
+        if name.startswith(_LEAKING) or name in _LEAKING_NAMES:
             monkeypatch.delenv(name)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
-def left_behind() -> list[str]:
-    """Our threads that still live and the checkpoint files that are still open."""
+def left_behind(patience: float = 1.0) -> list[str]:
+    """Our threads that still live and the checkpoint files that are still open, when ``patience`` seconds are over.
+
+    A thread that has been joined is gone; one that ends by itself may be given a moment.
+    """
+    deadline = time.monotonic() + patience
+    while (left := _alive()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _alive() -> list[str]:
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("loadmaster")]
     files = []
     for descriptor in Path("/proc/self/fd").iterdir():

@@ -95,7 +95,6 @@ def test_more_neighbours_than_one_call_takes(path: Path, data: np.ndarray[Any, A
 def test_nothing_to_read_is_nothing(path: Path) -> None:
     with opened(path) as descriptor:
         assert read_into(descriptor, [], 0) == 0
-        assert read_into(descriptor, [memoryview(b"")], 0) == 0
 
 
 def test_end_of_file_says_where(path: Path) -> None:
@@ -212,14 +211,14 @@ def test_file_system_without_maps_is_read_through_the_scratch() -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kept", [0, 1, 4096, 30_000, 99_999])
+@pytest.mark.parametrize("kept", [0, 1, 4096, 30_000, 99_599])
 def test_file_that_is_shorter_than_the_copy_needs(tmp_path: Path, how: str, kept: int) -> None:
     """Truncated before: the offset lies behind what is left and within what was asked."""
     path = tmp_path / "short.safetensors"
     path.write_bytes(bytes(kept))
     with copying(how) as copier, opened(path) as descriptor, pytest.raises(FileTruncatedError) as caught:
         copier.copy(descriptor, 0, 1000, memoryview(bytearray(60_000)), 600, 600, 100)
-    assert kept <= caught.value.offset < max(100_000, kept + 1)
+    assert kept <= caught.value.offset < 99_600
 
 
 @pytest.mark.parametrize("kept", [0, 4096, 1 << 20, (1 << 20) + 5000])

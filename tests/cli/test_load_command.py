@@ -145,7 +145,6 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_a_warning_is_given_once_however_many_ranks_have_cause_for_it(tmp_path: Path, temporary_folder: Path) -> None:
-    """KNOWN TO FAIL: the parent and each rank say it, the latter twice when they verify."""
     save_file({"encoder.weight": np.arange(8, dtype=np.float32)}, tmp_path / "model.safetensors")
     done = loadmaster("load", tmp_path / "model.safetensors", "--ranks", 2, "--verify", "--json")
     assert done.code == 0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -13,27 +12,11 @@ import pytest
 from loadmaster.cli.app import run
 
 CPU = "sys/devices/system/cpu"
-CLEARED = (
-    "LOADMASTER_",
-    "OMP_",
-    "LOCAL_",
-    "WORLD_",
-    "SLURM_",
-    "OMPI_",
-    "MPI_",
-    "PALS_",
-    "PMI_",
-    "MV2_",
-    "FLUX_",
-    "RAY_",
-)
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher and no setting of the shell that runs the tests."""
-    for name in [name for name in os.environ if name.startswith(CLEARED)]:
-        monkeypatch.delenv(name)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are not broken, whatever the width of the terminal that runs the tests."""
     monkeypatch.setenv("COLUMNS", "120")
 
 

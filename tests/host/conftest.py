@@ -2,13 +2,8 @@ from __future__ import annotations
 
 import pytest
 from host_dumps import Dumps
-from hypothesis import settings
 
 from loadmaster.host import notices
-
-# The same examples in every run, and no time limit for one of them: a busy machine is no failure.
-settings.register_profile("loadmaster", deadline=None, derandomize=True)
-settings.load_profile("loadmaster")
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,9 @@ def test_each_cpu_may_have_another_file(tmp_path: Path) -> None:
     assert topology_of(tmp_path, files).cores == ((0, 1), (2,))
 
 
-def test_one_damaged_mask_merges_no_cores(tmp_path: Path) -> None:
-    masks = {0: "1", 1: "2", 2: "4", 3: "f"}
+@pytest.mark.parametrize("damaged", range(4))
+def test_one_damaged_mask_merges_no_cores(tmp_path: Path, damaged: int) -> None:
+    masks = {0: "1", 1: "2", 2: "4", 3: "8"} | {damaged: "f"}
     files = {f"{CPU}/cpu{cpu}/topology/thread_siblings": f"{mask}\n" for cpu, mask in masks.items()}
     assert topology_of(tmp_path, files).cores == ((0,), (1,), (2,), (3,))
 

@@ -92,19 +92,20 @@ def test_a_rank_finds_the_environment_that_was_given_and_no_other(monkeypatch: p
     environments = [rank_environment(threads, rank, 2, given) for rank, threads in enumerate((3, 1))]
     for rank, found in enumerate(run_ranks(ACT, [("describe", None)] * 2, environments=environments)):
         environment = found["environment"]
-        root, *others = environment.pop("PYTHONPATH").split(os.pathsep)
-        assert (Path(root) / "loadmaster" / "launch" / "rank.py").is_file()
-        assert others == ["/nowhere"]
-        del given["PYTHONPATH"]
-        assert {name: environment.get(name) for name in given} == given
-        assert environment["OMP_NUM_THREADS"] == "31"[rank]
-        assert environment["LOADMASTER_LOCAL_RANK"] == str(rank)
-        assert environment["LOADMASTER_LOCAL_SIZE"] == "2"
-        assert "OF_THE_PARENT_ONLY" not in environment
-        given["PYTHONPATH"] = "/nowhere"
+        environment.pop("LC_CTYPE", None)  # Python sets it in the C locale (PEP 538)
+        assert environment == {
+            **given,
+            "OMP_NUM_THREADS": "31"[rank],
+            "LOADMASTER_LOCAL_RANK": str(rank),
+            "LOADMASTER_LOCAL_SIZE": "2",
+        }
 
 
-def test_a_rank_imports_from_where_its_parent_does_and_has_no_input() -> None:
+@pytest.mark.parametrize("folder", ["modules", "with space", "with:colon"])  # KNOWN TO FAIL: with:colon
+def test_a_rank_imports_from_where_its_parent_does_and_has_no_input(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / folder)])
     (found,) = run(("describe", None))
     assert found["path"] == sys.path
     assert found["executable"] == sys.executable
@@ -119,7 +120,6 @@ def test_a_rank_ignores_the_interrupt_that_its_parent_answers() -> None:
 def test_files_of_the_current_folder_are_not_taken_for_modules(
     module: str, tmp_path: Path, temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KNOWN TO FAIL: ``python -m`` puts the current folder before the standard library."""
     (tmp_path / f"{module}.py").write_text("raise SystemExit('the file of the current folder was run')")
     monkeypatch.chdir(tmp_path)
     try:

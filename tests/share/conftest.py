@@ -4,17 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from loadmaster.host import notices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "host"))  # the dumps are shared with the tests of that room
 
 from host_dumps import Dumps
-
-# The same examples in every run, and no time limit for one of them: a busy machine is no failure.
-settings.register_profile("loadmaster", deadline=None, derandomize=True)
-settings.load_profile("loadmaster")
 
 
 @pytest.fixture(scope="session")

@@ -186,6 +186,16 @@ def test_a_mask_for_all_tasks_of_the_job_is_divided() -> None:
     assert share(host=job, environ=slurm("4", "8")).threads == 4
 
 
+def test_a_mask_for_all_tasks_on_cores_of_four_threads_is_divided() -> None:
+    job = make_host([range(4 * core, 4 * core + 4) for core in range(4)], online=range(64))
+    assert share(host=job, environ=slurm("4", "4")).threads == 1
+
+
+def test_a_mask_of_the_whole_host_is_divided() -> None:
+    overcommitted = make_host([(cpu,) for cpu in range(4)])
+    assert share(host=overcommitted, environ=slurm("2", "4")).threads == 2
+
+
 def test_ranks_that_torchrun_starts_in_one_task_divide_its_cpus() -> None:
     environ = slurm("1", "16") | ENVIRONMENTS["torchrun"] | {"SLURM_LOCALID": "0"}
     assert share(host=smt_host(8, of_cores=64), environ=environ).threads == 2

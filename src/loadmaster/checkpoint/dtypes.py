@@ -99,9 +99,7 @@ def torch_dtype(name: str) -> torch.dtype:
     torch = import_torch()
     dtype = getattr(torch, DTYPES[name].torch_name, None) if DTYPES[name].torch_name else None
     if dtype is None:
-        raise CheckpointError(
-            f"dtype {name} has no counterpart in torch {torch.__version__}; its tensors cannot be read"
-        )
+        raise CheckpointError(f"dtype {name} has no counterpart in torch {torch.__version__}, so it cannot be read")
     return dtype  # type: ignore[no-any-return]
 
 

@@ -50,7 +50,13 @@ class Entry(NamedTuple):
         """The shape in units that memory can address: two F4 elements share a byte, so the last dimension halves."""
         if self.dtype not in SUB_BYTE_DTYPES or not self.shape:
             return self.shape
-        return (*self.shape[:-1], self.shape[-1] * DTYPES[self.dtype].bits // 8)
+        units, rest = divmod(self.shape[-1] * DTYPES[self.dtype].bits, 8)
+        if rest:
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name!r} of dtype {self.dtype} and shape {list(self.shape)} has rows "
+                "that do not fill whole bytes; it cannot be read"
+            )
+        return (*self.shape[:-1], units)
 
 
 class FileHeader(NamedTuple):

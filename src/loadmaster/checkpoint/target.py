@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype
+from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype, torch_dtype
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
 from loadmaster.checkpoint.placement import Placement, covered_bytes
 from loadmaster.checkpoint.reader import Destinations
-from loadmaster.errors import InputError, PlacementError
+from loadmaster.errors import CheckpointError, InputError, PlacementError
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ def _in_place(placement: Placement, tensor: torch.Tensor) -> tuple[memoryview, i
 
 def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor], Destinations]:
     """Lay the tensors out in one arena, in order, each at a multiple of 64 bytes; return them and their places."""
+    _check_dtypes(placements)
     sizes = [-(-placement.num_bytes // ALIGNMENT) * ALIGNMENT for placement in placements]
     offsets = list(itertools.accumulate(sizes, initial=0))
     arena = Arena(offsets.pop())
@@ -60,6 +61,16 @@ def new_memory(placements: Sequence[Placement]) -> tuple[dict[str, torch.Tensor]
         for placement, offset in zip(placements, offsets, strict=True)
     }
     return tensors, Destinations([arena.buffer] * len(offsets), offsets)
+
+
+def _check_dtypes(placements: Sequence[Placement]) -> None:
+    """Name the first tensor whose dtype the installed torch does not have."""
+    for dtype in {placement.dtype for placement in placements}:
+        try:
+            torch_dtype(dtype)
+        except CheckpointError as unknown:
+            first = next(placement for placement in placements if placement.dtype == dtype)
+            raise CheckpointError(f"{first.entry.file}: tensor {first.name!r}: {unknown}") from None
 
 
 class _NewMapping(Target):

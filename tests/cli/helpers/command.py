@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from loadmaster.cli.app import run
+from observe.helpers.terminal import run_on_terminal
 
 COMMAND = os.fspath(Path(sysconfig.get_path("scripts"), "loadmaster"))
 READ_HOOK = Path(__file__).with_name("read_hook")
@@ -91,33 +90,5 @@ def without_privileges(words: Sequence[str]) -> list[str]:
 
 def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None) -> tuple[Done, str]:
     """Run the command with standard error on a terminal; return how it ended and what the terminal got."""
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def show() -> None:
-        while True:
-            try:
-                block = os.read(ours, 4096)
-            except OSError:  # EIO: nobody has the terminal open any more
-                return
-            if not block:
-                return
-            shown.extend(block)
-
-    try:
-        process = subprocess.Popen(
-            command_line(*arguments),
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            text=True,
-        )
-    finally:
-        os.close(theirs)
-    reader = threading.Thread(target=show)
-    reader.start()
-    stdout, _ = process.communicate()
-    reader.join()
-    os.close(ours)
-    return Done(process.returncode, stdout, ""), shown.decode(errors="replace")
+    code, stdout, shown = run_on_terminal(command_line(*arguments), environment)
+    return Done(code, stdout, ""), shown

@@ -1,0 +1,1 @@
+"""A terminal to look at."""
