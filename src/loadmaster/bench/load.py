@@ -98,6 +98,7 @@ def bench_load(
     InputError
         An arm that does not exist.
     """
+    import_torch()
     checkpoint = open_checkpoint(path)
     here = host()
     known = arms_for(here.compute_cpus)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from loadmaster.errors import CheckpointError, InputError, MissingDependencyError
+from loadmaster.errors import CheckpointError, InputError
+from loadmaster.threads.importing import import_torch
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
 
 __all__ = [
@@ -73,19 +72,6 @@ def item_bytes(dtype: str) -> int:
 
 SUB_BYTE_DTYPES = frozenset(name for name, dtype in DTYPES.items() if dtype.bits < 8)
 """Several of their elements share a byte."""
-
-
-def import_torch() -> ModuleType:
-    """Return the torch module, or raise one sentence with the command that installs it."""
-    try:
-        import torch
-    except ModuleNotFoundError as missing:
-        if missing.name != "torch":
-            raise
-        raise MissingDependencyError(
-            "torch is not installed, and tensors need it: pip install 'loadmaster[torch]'"
-        ) from None
-    return torch
 
 
 def torch_dtype(name: str) -> torch.dtype:

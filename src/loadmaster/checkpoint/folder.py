@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -101,20 +102,31 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         Something is missing, truncated, given twice or not safetensors; the message names it.
     """
     place = Path(path)
-    if not place.exists():
+    mode = _mode(place)
+    if not mode:
         dangling = "is a link to a file that is missing" if place.is_symlink() else "does not exist"
         raise CheckpointError(f"{place} {dangling}")
     with paused_garbage_collection():
-        if not place.is_dir():
+        if not stat.S_ISDIR(mode):
             return _open_file(place)
         index = place / INDEX_NAME
-        weight_map = _read_index(index) if index.is_file() else None
+        weight_map = _read_index(index) if _mode(index) else None
         files = _files_of_index(index, weight_map) if weight_map is not None else _files_of_folder(place)
         headers = {os.fspath(file): read_header(file) for file in files}
         checkpoint = Checkpoint(os.fspath(place), headers, _read_config(place))
         if weight_map is not None:
             _check_index(checkpoint, index, weight_map)
         return checkpoint
+
+
+def _mode(path: Path) -> int:
+    """The kind and permissions of a file, links followed; 0 where there is none."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except (OSError, ValueError) as refused:  # ValueError: a NUL byte in the name
+        raise CheckpointError(f"{path} cannot be read: {getattr(refused, 'strerror', None) or refused}") from None
 
 
 @contextlib.contextmanager
@@ -150,7 +162,7 @@ def _read_json(path: Path) -> Any:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if not path.is_file():
+    if not _mode(path):
         return {}
     config = _read_json(path)
     if not isinstance(config, dict):
@@ -175,7 +187,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
     files = [index.parent / file for file in sorted(set(weight_map.values()))]
     for file in files:
-        if not file.exists():
+        if not _mode(file):
             raise CheckpointError(f"{index} names the file {file.name}, which is missing")
     return files
 

@@ -180,7 +180,7 @@ def read_tp_plan(path: str | os.PathLike[str]) -> TensorParallelPlan:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as refused:
         raise InputError(f"tp plan {path} cannot be read: {refused.strerror or refused}") from None
-    except ValueError as broken:
+    except (ValueError, RecursionError) as broken:
         raise InputError(f"tp plan {path} is not valid JSON: {broken}") from None
     if not isinstance(rows, dict) or not all(isinstance(style, str) for style in rows.values()):
         raise InputError(f"tp plan {path} must be an object of name patterns and styles")

@@ -37,6 +37,9 @@ bench.command("make-checkpoint")(bench_make_checkpoint.make_checkpoint)
 # typer carries its own copy of click since 0.2x and used the package before: this is the base of both.
 _USAGE_ERROR: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt in a sub-command."""
+
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (default: the process's own) and return its exit code."""
@@ -50,6 +53,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except LoadmasterError as failure:
         return _fail(str(failure), failure.exit_code)
     except (KeyboardInterrupt, typer.Abort):
+        result = _INTERRUPTED
+    if result == _INTERRUPTED:
         return _fail("interrupted; nothing is left running", 1)
     return result if isinstance(result, int) else 0
 

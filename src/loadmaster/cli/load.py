@@ -56,22 +56,22 @@ def load(
     from loadmaster.share import plan_shares
 
     started = time.monotonic()
-    settings = LoadSettings(
-        ranks=ranks,
-        sharded=shard is ShardKind.tp,
-        tp_plan=read_tp_plan(tp_plan).overrides if tp_plan is not None else None,
-        dtype=dtype,
-        verify=verify,
-    )
-    shares = plan_shares(host(), ranks, threads=threads)
     try:
+        settings = LoadSettings(
+            ranks=ranks,
+            sharded=shard is ShardKind.tp,
+            tp_plan=read_tp_plan(tp_plan).overrides if tp_plan is not None else None,
+            dtype=dtype,
+            verify=verify,
+        )
+        shares = plan_shares(host(), ranks, threads=threads)
         with progress_display(ranks, quiet=quiet or as_json) as display:
             report = load_ranks(
                 path,
                 settings,
                 shares,
                 on_progress=lambda rank, state: display.update(rank, *state),
-                on_output=lambda rank, text: print(f"rank {rank}: {text}", file=sys.stderr),
+                on_output=_print_output,
             )
     except LoadmasterError:
         if as_json:
@@ -81,6 +81,12 @@ def load(
         print_json(report.as_dict())
     else:
         _print_report(report)
+
+
+def _print_output(rank: int, text: str) -> None:
+    """Pass on what a rank has written, each line with its rank."""
+    for line in text.splitlines():
+        print(f"rank {rank}: {line}", file=sys.stderr)
 
 
 def _print_report(report: Report) -> None:

@@ -68,6 +68,7 @@ def main() -> None:
     faulthandler.enable()
     # Ctrl-C reaches the whole process group; the parent alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(int(sys.argv[1]), False)  # the line is this process's alone
     connection = Connection(int(sys.argv[1]))
     try:
         function, rank = connection.recv()

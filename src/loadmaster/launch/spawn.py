@@ -16,6 +16,7 @@ that dies in any way is seen at once, its exit signal decoded.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -29,16 +30,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-from loadmaster.errors import LoadmasterError, RankError
+from loadmaster.errors import RankError
 
 __all__ = ["decode_exit", "run_ranks"]
+
+POLL_SECONDS = 0.2
+"""How often ranks are looked at where the system cannot tell of their end."""
 
 STOP_SECONDS = 1.0
 """How long a rank that was told to end may take before it is killed; it holds nothing that needs putting away."""
 
 _IMPORT_PATH = "LOADMASTER_IMPORT_PATH"
 _BOOTSTRAP = (
-    f"import os, sys; sys.path[:] = os.environ.pop('{_IMPORT_PATH}').split(os.pathsep); "
+    f"import json, os, sys; sys.path[:] = json.loads(os.environ.pop('{_IMPORT_PATH}')); "
     "from loadmaster.launch.rank import main; main()"
 )
 """A rank imports from where its parent does. PYTHONPATH would not do: it goes before the standard library."""
@@ -61,10 +65,16 @@ class _Rank:
     process: subprocess.Popen[bytes]
     connection: Connection
     output: IO[bytes]
+    watch: int | None
     waiting: bool = False
     finished: bool = False
     result: Any = None
-    failure: LoadmasterError | None = None
+    failure: RankError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.finished or self.failure is not None
 
 
 def run_ranks(
@@ -94,9 +104,10 @@ def run_ranks(
         A rank raised, was killed or ended without a result: one sentence per failed rank. The others were stopped.
     """
     ranks: list[_Rank] = []
+    messages = [pickle.dumps(job) for job in jobs]
     try:
-        for number, (job, environment) in enumerate(zip(jobs, environments, strict=True)):
-            ranks.append(_start(number, function, job, environment))
+        for number, (message, environment) in enumerate(zip(messages, environments, strict=True)):
+            ranks.append(_start(number, function, message, environment))
         _attend(ranks, on_progress)
         failed = [rank for rank in ranks if rank.failure is not None]
         if failed:
@@ -110,7 +121,7 @@ def run_ranks(
         _stop(ranks)
 
 
-def _start(number: int, function: str, job: Any, environment: Mapping[str, str]) -> _Rank:
+def _start(number: int, function: str, message: bytes, environment: Mapping[str, str]) -> _Rank:
     ours, theirs = socket.socketpair()
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop
     try:
@@ -120,7 +131,7 @@ def _start(number: int, function: str, job: Any, environment: Mapping[str, str])
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
-            env={**environment, _IMPORT_PATH: os.pathsep.join(sys.path)},
+            env={**environment, _IMPORT_PATH: json.dumps(sys.path)},
         )
     except OSError as refused:
         output.close()
@@ -128,36 +139,67 @@ def _start(number: int, function: str, job: Any, environment: Mapping[str, str])
         raise RankError(f"rank {number} could not be started: {refused.strerror or refused}") from None
     finally:
         theirs.close()
-    rank = _Rank(number, process, Connection(ours.detach()), output)
+    rank = _Rank(number, process, Connection(ours.detach()), output, _watch(process))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as its end by _attend
         rank.connection.send((function, number))
-        rank.connection.send_bytes(pickle.dumps(job))
+        rank.connection.send_bytes(message)
     return rank
+
+
+def _watch(process: subprocess.Popen[bytes]) -> int | None:
+    """A descriptor that becomes readable when the process ends, None where the system has none (before Linux 5.3).
+
+    The end of the connection alone would not tell: a process that the rank has started may hold it open.
+    """
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _attend(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:
     """Serve all ranks until each has finished or one has failed."""
-    by_connection = {rank.connection: rank for rank in ranks}
-    while by_connection:
-        for connection in wait(list(by_connection)):
-            rank = by_connection[connection]  # type: ignore[index]
-            _receive(rank, on_progress)
-            if rank.finished or rank.failure is not None:
-                del by_connection[rank.connection]
+    while any(not rank.ended for rank in ranks):
+        _serve([rank for rank in ranks if not rank.ended], on_progress)
         if any(rank.failure is not None for rank in ranks):
             return
-        if by_connection and all(rank.waiting for rank in by_connection.values()):
-            for rank in by_connection.values():
+        running = [rank for rank in ranks if not rank.ended]
+        if running and all(rank.waiting for rank in running):
+            for rank in running:
                 rank.waiting = False
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     rank.connection.send("go")
 
 
+def _serve(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:
+    """Wait until something happens, and take one message of each rank that has sent one, and every death."""
+    watched = [rank.watch for rank in ranks if rank.watch is not None]
+    ready = wait([*(rank.connection for rank in ranks), *watched], None if len(watched) == len(ranks) else POLL_SECONDS)
+    for rank in ranks:
+        if rank.connection in ready:
+            _receive(rank, on_progress)
+    for rank in ranks:
+        if rank.process.poll() is not None:
+            _receive_rest(rank, on_progress)
+
+
+def _receive_rest(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> None:
+    """Take what a rank has sent before it ended; without a result, its end is its failure."""
+    while not rank.ended:
+        if rank.connection.poll():
+            _receive(rank, on_progress)
+        else:
+            rank.failure = _death(rank)
+
+
 def _receive(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> None:
     try:
         kind, value = rank.connection.recv()
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # OSError: it ended within a message
         rank.failure = _death(rank)
+        return
+    except Exception as unreadable:
+        rank.failure = RankError(f"rank {rank.number} sent what cannot be received: {unreadable}")
         return
     if kind == "progress":
         if on_progress is not None:
@@ -229,3 +271,5 @@ def _stop(ranks: Sequence[_Rank]) -> None:
             rank.process.wait()
         rank.connection.close()
         rank.output.close()
+        if rank.watch is not None:
+            os.close(rank.watch)

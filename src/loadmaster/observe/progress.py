@@ -40,13 +40,15 @@ class LineProgress(NoProgress):
         self._ranks = ranks
         self._stream = stream
         self._seconds = seconds
-        self._started = self._printed = time.monotonic()
+        self._started = self._printed = 0.0
         self._state: dict[int, tuple[int, int]] = {}
 
     def update(self, rank: int, done: int, total: int) -> None:
         """Take note, and print when the last line is old enough."""
-        self._state[rank] = (done, total)
         now = time.monotonic()
+        if not self._state:  # the ranks have started, and the first one reads
+            self._started = self._printed = now
+        self._state[rank] = (done, total)
         if now - self._printed < self._seconds:
             return
         self._printed = now

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from loadmaster.threads.importing import import_torch
+
 __all__ = ["openmp_controllers", "set_threads_here", "use_one_thread_here"]
 
 _log = logging.getLogger(__name__)
@@ -27,9 +29,7 @@ def set_threads_here(threads: int) -> bool:
     torch sets a thread's count when the thread first asks for it (``at::internal::lazy_init_num_threads``), so it is
     asked first and told after.
     """
-    import torch
-
-    torch.get_num_threads()
+    import_torch().get_num_threads()
     controllers = openmp_controllers()
     for controller in controllers:
         controller.set_num_threads(threads)

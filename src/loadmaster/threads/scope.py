@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Literal
 
 from loadmaster.errors import InputError
 from loadmaster.share import Share, share
+from loadmaster.threads.importing import import_torch
 from loadmaster.threads.openmp import set_threads_here
 
 __all__ = ["load_threads"]
@@ -41,26 +43,34 @@ def load_threads(threads: int | Literal["auto"] = "auto") -> Iterator[Share]:
         ``threads`` is neither ``auto`` nor a positive integer.
     """
     part = _share_of(threads)
-    import torch
-
+    torch = import_torch()
     before = torch.get_num_threads()
-    _set(part.threads, before)
+    default = _threads_of_new_threads()
+    lowered = part.threads < default
+    if lowered or not set_threads_here(part.threads):
+        torch.set_num_threads(part.threads)
     started = time.monotonic()
     try:
         yield part
     finally:
-        if part.threads < before:
-            torch.set_num_threads(before)
-        set_threads_here(before)
+        if lowered or not set_threads_here(before):
+            torch.set_num_threads(default)
+            set_threads_here(before)
         if part.threads != before:
-            _log.info(
-                "torch intra-op threads: %d -> %d (%s), restored to %d after %.1f s",
-                before,
-                part.threads,
-                part.why,
-                before,
-                time.monotonic() - started,
-            )
+            seconds = time.monotonic() - started
+            _log.info(_CHANGED, before, part.threads, part.why, before, seconds)
+
+
+_CHANGED = "torch intra-op threads: %d -> %d (%s), restored to %d after %.1f s"
+
+
+def _threads_of_new_threads() -> int:
+    """What a thread that starts now begins with; torch tells it only to such a thread."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(import_torch().get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _share_of(threads: int | Literal["auto"]) -> Share:
@@ -69,10 +79,3 @@ def _share_of(threads: int | Literal["auto"]) -> Share:
     if type(threads) is not int or threads < 1:
         raise InputError(f"load_threads: threads must be a positive integer or 'auto', not {threads!r}")
     return share(threads=threads)
-
-
-def _set(threads: int, before: int) -> None:
-    import torch
-
-    if threads < before or not set_threads_here(threads):
-        torch.set_num_threads(threads)

@@ -84,7 +84,7 @@ def library_tensors(*files: Path) -> dict[str, torch.Tensor]:
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in order, whatever its strides."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(got: torch.Tensor, wanted: torch.Tensor, name: str = "") -> None:
