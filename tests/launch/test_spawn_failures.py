@@ -56,6 +56,13 @@ def test_one_other_rank_is_not_several() -> None:
     assert sentence == "rank 0: no more; the other rank was stopped"
 
 
+def test_the_others_end_at_once_when_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "STOP_SECONDS", 20.0)
+    started = time.monotonic()
+    failure_of(("fail", "no more"), ("wait", None), ("wait", None))
+    assert time.monotonic() - started < 10
+
+
 def test_a_rank_alone_has_no_others() -> None:
     assert failure_of(("fail", "no more")) == "rank 0: no more"
 

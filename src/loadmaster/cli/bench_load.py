@@ -51,26 +51,14 @@ def bench_load(
 
 
 def _print_record(record: BenchRecord) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from loadmaster.cli.tables import print_table, report_console
 
+    console = report_console()
     limit = record.arms[0]
     slowest = max(record.arms, key=lambda arm: arm.median)
-    table = Table(box=SIMPLE_HEAD)
-    for heading in (
-        "arm",
-        "median s",
-        "min",
-        "max",
-        "GiB/s",
-        "of the limit",
-        "us a tensor",
-        "times as fast as the slowest",
-    ):
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=heading == "arm")
-    for arm in record.arms:
-        table.add_row(
+    headings = ("arm", "median s", "min", "max", "GiB/s", "of the\nlimit", "us a\ntensor", "x the\nslowest")
+    rows = [
+        [
             arm.name,
             f"{arm.median:.3f}",
             f"{min(arm.seconds):.3f}",
@@ -79,10 +67,17 @@ def _print_record(record: BenchRecord) -> None:
             f"{limit.median / arm.median:.2f}",
             f"{1e6 * arm.median / arm.tensors:.1f}",
             f"{slowest.median / arm.median:.1f}",
-        )
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table)
+        ]
+        for arm in record.arms
+    ]
+    print_table(console, headings, rows)
     for arm in record.arms:
         console.print(f"{arm.name}: {arm.what}")
     if record.settings["verified"]:
         console.print("every byte of every arm was compared with the safetensors library")
+    ours = next((arm for arm in record.arms if arm.name == "loadmaster"), None)
+    if ours is not None and slowest is not ours:
+        console.print(
+            f"loadmaster is {slowest.median / ours.median:.1f} times as fast as {slowest.name}: "
+            f"{ours.median:.3f} s instead of {slowest.median:.3f} s"
+        )

@@ -90,31 +90,32 @@ def _print_output(rank: int, text: str) -> None:
 
 
 def _print_report(report: Report) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
+    from loadmaster.cli.tables import print_table, report_console
     from loadmaster.observe.report import PHASES
     from loadmaster.observe.words import format_bytes, format_seconds
 
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("rank", "tensors", "read", "placed", *PHASES, "threads", "peak memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rank in report.ranks:
-        phases = [f"{rank.seconds[phase]:.3f}" for phase in PHASES]
-        sizes = [format_bytes(rank.bytes_read), format_bytes(rank.bytes_placed)]
-        row = [str(rank.rank), str(rank.tensors), *sizes, *phases, str(rank.threads), format_bytes(rank.peak_rss)]
-        table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(table)
+    console = report_console()
+    sizes = [
+        [
+            str(rank.rank),
+            str(rank.tensors),
+            format_bytes(rank.bytes_read),
+            format_bytes(rank.bytes_placed),
+            str(rank.threads),
+            format_bytes(rank.peak_rss),
+        ]
+        for rank in report.ranks
+    ]
+    print_table(console, ("rank", "tensors", "read", "placed", "threads", "peak memory"), sizes)
+    seconds = [(str(rank.rank), *(f"{rank.seconds[phase]:.3f}" for phase in PHASES)) for rank in report.ranks]
+    print_table(console, ("rank", *(f"{phase} s" for phase in PHASES)), seconds)
     console.print(f"threads: {report.ranks[0].why}")
-    if report.verified is not None:
-        verified = report.verified
-        console.print(
-            f"verified: {verified.tensors} tensors, {verified.bytes} bytes, all as the safetensors library gives them"
-        )
+    if (verified := report.verified) is not None:
+        counts = f"{verified.tensors} tensors, {verified.bytes} bytes"
+        console.print(f"verified: {counts}, all as the safetensors library gives them")
+    ranks = f"{len(report.ranks)} rank{'s' if len(report.ranks) > 1 else ''}"
     console.print(
-        f"loaded {format_bytes(report.bytes_placed)} into {len(report.ranks)} ranks in "
+        f"loaded {format_bytes(report.bytes_placed)} into {ranks} in "
         f"{format_seconds(report.load_seconds)}: {report.gib_per_second:.2f} GiB/s "
         f"(with start{' and verify' if report.verified else ''} {format_seconds(report.wall_seconds)})"
     )

@@ -40,7 +40,7 @@ def describe(_: None, context: RankContext) -> dict[str, Any]:
     return {
         "environment": dict(os.environ),
         "path": sys.path,
-        "input": sys.stdin.read(),
+        "input": sys.stdin.readline(),
         "executable": sys.executable,
         "signals": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     }
@@ -80,11 +80,11 @@ def tell(values: list[Any], context: RankContext) -> int:
 
 
 def tell_from_threads(count: int, context: RankContext) -> None:
-    """Send progress from several threads at once."""
+    """Send progress from several threads at once, each message in several writes."""
 
     def send(thread: int) -> None:
         for number in range(count):
-            context.progress((thread, number))
+            context.progress((thread, number, bytes([thread]) * 500_000))
 
     threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
     for thread in threads:
