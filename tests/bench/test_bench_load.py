@@ -29,14 +29,15 @@ from loadmaster.share import Share
 
 COMMAND = os.fspath(Path(sysconfig.get_path("scripts"), "loadmaster"))
 CPUS = 2
-WHOLE_BYTES = 2 * (65 * 8 + 64 * 64 + 64 * 64 + 64 + 3)
-RANK_BYTES = 2 * (64 * 8 + 32 * 64 + 64 * 32 + 64 + 3)
+NUM_TENSORS = 6
+WHOLE_BYTES = 2 * (65 * 8 + 3 * 64 * 64 + 64 + 3)
+RANK_BYTES = 2 * (64 * 8 + 3 * 32 * 64 + 64 + 3)
 """Of two: vocabulary rows are padded to 128 and divided, the projections are divided, the norms are whole."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files with a tensor of every kind of cut: padded rows, rows, columns, and none."""
+    """Two files with a tensor of every kind of cut: padded rows, rows, fused rows, columns, and none."""
     folder = tmp_path_factory.mktemp("bench")
     generator = torch.Generator().manual_seed(1)
 
@@ -45,6 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     first = {"model.embed_tokens.weight": random(65, 8), "model.layers.0.mlp.up_proj.weight": random(64, 64)}
     second = {"model.layers.0.mlp.down_proj.weight": random(64, 64), "a.weight": random(64), "b.weight": random(3)}
+    second |= {"model.layers.1.mlp.gate_up_proj.weight": random(64, 64)}
     save_file(first, folder / "a.safetensors")
     save_file(second, folder / "b.safetensors")
     return folder
@@ -115,9 +117,9 @@ def _check_arm(arm: Mapping[str, Any]) -> None:
     (seconds,) = arm["seconds"]
     assert 0 < seconds < 60
     assert (arm["median_seconds"], arm["spread"]) == (seconds, 0)
-    assert (arm["bytes"], arm["tensors"]) == (WHOLE_BYTES, 5)
+    assert (arm["bytes"], arm["tensors"]) == (WHOLE_BYTES, NUM_TENSORS)
     assert arm["gib_per_second"] == pytest.approx(WHOLE_BYTES / (1 << 30) / seconds)
-    assert arm["microseconds_per_tensor"] == pytest.approx(1e6 * seconds / 5)
+    assert arm["microseconds_per_tensor"] == pytest.approx(1e6 * seconds / NUM_TENSORS)
     assert arm["what"]
 
 
@@ -145,7 +147,7 @@ def test_an_arm_loads_its_rank_and_finds_that_every_byte_is_right(
     module, _, name = arm.function.partition(":")
     context = Alone()
     done = getattr(importlib.import_module(module), name)(job, context)
-    assert (done.num_bytes, done.tensors) == (num_bytes, 5)
+    assert (done.num_bytes, done.tensors) == (num_bytes, NUM_TENSORS)
     assert 0 < done.seconds < 30
     assert context.barriers == 2
 

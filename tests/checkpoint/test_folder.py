@@ -348,6 +348,22 @@ def test_pipe_does_not_hang(tmp_path: Path, how: str) -> None:
     assert str(pipe) in message
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
+def test_pipe_in_the_place_of_a_document_does_not_hang(tmp_path: Path, name: str) -> None:
+    write_file(tmp_path / "model.safetensors", tensors("a"))
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+
+    def opened() -> str:
+        try:
+            return ",".join(open_checkpoint(tmp_path))
+        except CheckpointError as refused:
+            return str(refused)
+
+    answer = in_time(opened, lambda: os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)))
+    assert answer == "a" or str(pipe) in answer
+
+
 # config.json
 
 
@@ -380,7 +396,7 @@ def test_config_that_is_a_link_to_nothing_is_missed(tmp_path: Path) -> None:
 def without_rights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a process without rights is told, for each thing that it may not read."""
     folder = tmp_path_factory.mktemp("rights")
-    for name in ("file", "index", "config", "folder", "listed", "shard", "above"):
+    for name in ("file", "index", "config", "folder", "listed", "searched", "shard", "above"):
         write_shards(folder / name, {"model.safetensors": tensors("a")}, index=name in ("index", "shard"))
     (folder / "config" / "config.json").write_text("{}")
     for file in [folder, *folder.rglob("*")]:
@@ -392,6 +408,7 @@ def without_rights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "shard/model.safetensors": 0o000,
         "folder": 0o000,
         "listed": 0o644,
+        "searched": 0o311,
         "above": 0o000,
     }.items():
         (folder / name).chmod(mode)
@@ -404,6 +421,7 @@ def without_rights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "folder",
         "listed",
         "above/model.safetensors",
+        "searched",
     ]
     code = f"""
         import json, sys
@@ -423,7 +441,7 @@ def without_rights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         print(json.dumps(said))
     """
     child = run_child(code, folder, *paths)
-    for name in ("folder", "listed", "above"):
+    for name in ("folder", "listed", "searched", "above"):
         (folder / name).chmod(0o755)
     assert child.returncode == 0, child.stderr
     said: dict[str, str] = json.loads(child.stdout)
@@ -441,6 +459,7 @@ def without_rights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("shard", "shard/model.safetensors"),
         ("folder", "folder"),
         ("listed", "listed"),
+        ("searched", "searched"),
         ("above/model.safetensors", "above/model.safetensors"),
     ],
 )

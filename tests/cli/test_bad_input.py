@@ -114,7 +114,6 @@ PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated header": (truncated_header, "{path} is truncated: the header needs [0-9]+ bytes .* has 20"),
     "broken header": (broken_header, "{path}: the header is not valid JSON: .*"),
     "broken config": (broken_config, "{folder}/config.json is not valid JSON: .*"),
-    # KNOWN TO FAIL: OSError, File name too long, with a traceback.
     "name too long": (too_long, "{path} .*"),
 }
 
@@ -155,7 +154,6 @@ def file_in_unreadable_folder(file: Path) -> Path:
 
 UNREADABLE = {
     "file": unreadable_file,
-    # KNOWN TO FAIL: PermissionError with a traceback.
     "folder without entry": folder_without_entry,
     "file in an unreadable folder": file_in_unreadable_folder,
 }
@@ -216,7 +214,6 @@ PLANS: dict[str, tuple[bytes | None, str]] = {
         b'{"a.b": "diagonal"}',
         "tp plan.*: 'a.b' has the unknown style 'diagonal'; known are colwise, .*",
     ),
-    # KNOWN TO FAIL: RecursionError with a traceback.
     "deep": (b"[" * 100_000, "tp plan {path} .*"),
 }
 
@@ -268,7 +265,6 @@ def test_a_command_that_cannot_be_run(words: list[str], wanted: str, capsys: pyt
 def test_a_program_that_asked_for_json_gets_it_whatever_was_wrong(
     options: list[str], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KNOWN TO FAIL for the plan, which is read before."""
     done = run_here(capsys, "load", file, "--json", *options)
     assert done.code == 2
     assert done.sentence.startswith("loadmaster: ")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 PHASES = ["start", "open", "plan", "read", "convert", "verify"]
 WHOLE_BY_EVERY_RANK = re.compile(r"norm\.weight$")
-SECONDS_TO_END = 1.5
+SECONDS_TO_END = 3.0
 """Between the end of the slowest rank's work and that of the command: all ranks end, each an interpreter with torch."""
 
 
@@ -98,7 +98,7 @@ def test_the_seconds_of_the_phases_add_up_to_the_wall_time(verified: tuple[Done,
     assert slowest <= report["wall_seconds"] <= seconds_from_outside
     assert report["wall_seconds"] - slowest < SECONDS_TO_END
     loading = [sum(rank["seconds"][phase] for phase in PHASES[1:-1]) for rank in report["ranks"]]
-    assert max(loading) <= report["load_seconds"] < max(loading) + 0.2
+    assert max(loading) <= report["load_seconds"] < max(loading) + 1.0
     assert all(rank["seconds"]["verify"] > 0 for rank in report["ranks"])
 
 
@@ -106,15 +106,16 @@ def test_whole_copies_are_shown_as_a_table_and_progress_on_a_terminal(checkpoint
     done, shown = on_terminal("load", checkpoint, "--ranks", 2, "--shard", "none", "--threads", 1, "--verify")
     assert done.code == 0, shown
     sizes = tensor_sizes(checkpoint)
-    words = [line.split() for line in done.stdout.splitlines()]
-    heading = next(line for line in words if line[:1] == ["rank"])
-    assert heading == ["rank", "tensors", "read", "placed", *PHASES, "threads", "peak", "memory"]
+    rows = [line.split() for line in done.stdout.splitlines()]
     placed = f"{sum(sizes.values()) / (1 << 20):.2f}"
+    assert ["rank", "tensors", "read", "placed", "threads", "peak", "memory"] in rows
+    assert ["rank", *(word for phase in PHASES for word in (phase, "s"))] in rows
     for rank in ("0", "1"):
-        (row,) = [line for line in words if line[:2] == [rank, str(len(sizes))]]
-        assert row[2:6] == [placed, "MiB", placed, "MiB"]
-        assert all(float(second) >= 0 for second in row[6:12])
-        assert row[12] == "1"
+        amounts, seconds = [row for row in rows if row[:1] == [rank]]
+        assert amounts[1:7] == [str(len(sizes)), placed, "MiB", placed, "MiB", "1"]
+        assert float(amounts[7]) > 0
+        assert len(seconds) == 1 + len(PHASES)
+        assert all(float(second) >= 0 for second in seconds[1:])
     text = " ".join(done.stdout.split())
     assert "threads: --threads 1" in text
     assert f"verified: {2 * len(sizes)} tensors, {2 * sum(sizes.values())} bytes" in text
@@ -126,7 +127,6 @@ def test_whole_copies_are_shown_as_a_table_and_progress_on_a_terminal(checkpoint
 def test_quiet_prints_the_result_and_what_a_rank_has_said(
     checkpoint: Path, tmp_path: Path, temporary_folder: Path
 ) -> None:
-    """KNOWN TO FAIL: only the first line that a rank has written names it."""
     file = next(checkpoint.glob("*1-of-*.safetensors"))
     words = ["load", file, "--ranks", 2, "--shard", "none", "--dtype", "float32", "--quiet"]
     done, shown = on_terminal(*words, environment=hooked(tmp_path, rank1="say"))
@@ -136,6 +136,7 @@ def test_quiet_prints_the_result_and_what_a_rank_has_said(
     read, placed = (f"{factor * sum(sizes) / (1 << 20):.2f}" for factor in (1, 2))  # from BF16 to twice the bytes
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == [str(len(sizes))]]
     assert [row[2:6] for row in rows] == [[read, "MiB", placed, "MiB"]] * 2
+    assert " into 2 ranks in " in done.stdout
     assert "verified" not in done.stdout
 
 
@@ -158,7 +159,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_one_sentence(
     assert (tmp_path / "rank0").exists()
     assert (done.code, done.stdout) == (1, "")
     match = re.fullmatch(
-        r"loadmaster: rank 0: (.*) was truncated while it was being read, at offset (\d+), in tensor '(.*)'",
+        r"loadmaster: rank 0: (\S+) was truncated while it was being read.* at offset (\d+), in tensor '(.*)'",
         done.sentence,
     )
     assert match is not None, done.stderr
@@ -223,7 +224,6 @@ def reading(
 
 
 def test_an_interrupt_ends_everything_with_one_sentence(reading: tuple[subprocess.Popen[str], list[int]]) -> None:
-    """KNOWN TO FAIL: typer turns the interrupt into exit code 130, and no sentence is said."""
     process, ranks = reading
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate()

@@ -60,7 +60,6 @@ def print_record() -> list[str]:
 def test_a_table_fits_a_terminal_of_80_columns_and_cuts_no_number(
     show: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KNOWN TO FAIL: the numbers of the report and the headings of both are cut to dots."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     for name, value in {"COLUMNS": str(COLUMNS), "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}.items():

@@ -162,7 +162,6 @@ def test_a_rank_that_cannot_be_started_is_one_sentence_and_stops_the_ones_before
 
 
 def test_a_job_that_cannot_be_sent_leaves_no_process() -> None:
-    """KNOWN TO FAIL: the process that was started for it is not waited for."""
     with pytest.raises(Exception, match="lambda"):
         run_ranks(ACT, [("answer", lambda: None)], environments=[dict(os.environ)])
 
@@ -187,18 +186,16 @@ def test_a_function_that_is_not_there_is_one_sentence(function: str, wanted: str
 
 
 def test_a_rank_that_is_killed_within_a_message_is_one_sentence() -> None:
-    """KNOWN TO FAIL: OSError, got end of file during message."""
     assert failure_of(("die_within_a_message", 1000)) == "rank 0 was killed by SIGKILL, possibly out of memory"
 
 
 def test_a_result_that_cannot_be_received_is_one_sentence(temporary_folder: Path) -> None:
-    """KNOWN TO FAIL: the error of unpickling reaches the caller."""
     assert failure_of(("return_unreadable", None)).startswith("rank 0 ")
 
 
 @pytest.mark.parametrize("kind", ["program", "fork"])
 def test_the_death_of_a_rank_is_seen_at_once_though_a_child_of_it_lives_on(kind: str, temporary_folder: Path) -> None:
-    """KNOWN TO FAIL: the child holds the rank's line open, and the parent waits for the child."""
+    """The child holds the line of the rank open, so that the end of the line does not tell."""
     started = time.monotonic()
     sentence = failure_of(("die_with_a_child", kind))
     seconds = time.monotonic() - started

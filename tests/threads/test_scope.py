@@ -66,7 +66,7 @@ def test_an_exception_passes_and_everything_is_put_back(before: int, threads: in
 @pytest.mark.parametrize("scopes", [(1, 2), (2, 1), (1, 2, 1), (2, 1, 2), (1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("before", [1, 2])
 def test_scopes_within_each_other_each_put_back_what_they_found(before: int, scopes: tuple[int, ...]) -> None:
-    """KNOWN TO FAIL from 1 through 2 to 1: what a fresh thread starts with ends at 2."""
+    """What a fresh thread starts with counts as well: a scope that raises does not touch it."""
     torch.set_num_threads(before)
 
     def enter(inner: tuple[int, ...]) -> None:
@@ -79,6 +79,17 @@ def test_scopes_within_each_other_each_put_back_what_they_found(before: int, sco
 
     enter(scopes)
     assert counts() == (before, before)
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("here", [1, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_thread_with_a_count_of_its_own_gets_it_back_and_no_other_thread_does(here: int, threads: int) -> None:
+    openmp.set_threads_here(here)
+    assert counts() == (here, 2)
+    with lm.load_threads(threads):
+        assert torch.get_num_threads() == threads
+    assert counts() == (here, 2)
 
 
 @needs_two_cpus
@@ -181,7 +192,7 @@ def test_nothing_is_logged_where_nothing_changes(caplog: pytest.LogCaptureFixtur
 @needs_two_cpus
 @pytest.mark.parametrize(("before", "threads"), [(1, 2), (2, 1)])
 def test_a_torch_without_openmp_is_put_back_as_well(before: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KNOWN TO FAIL when raising. Such a build of torch is not here: no run time is found."""
+    """Such a build of torch is not here: no run time is found."""
     monkeypatch.setattr(openmp, "openmp_controllers", list)
     torch.set_num_threads(before)
     with lm.load_threads(threads):

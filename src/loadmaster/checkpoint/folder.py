@@ -110,7 +110,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not stat.S_ISDIR(mode):
             return _open_file(place)
         index = place / INDEX_NAME
-        weight_map = _read_index(index) if _mode(index) else None
+        weight_map = _read_index(index) if _is_listed(index) else None
         files = _files_of_index(index, weight_map) if weight_map is not None else _files_of_folder(place)
         headers = {os.fspath(file): read_header(file) for file in files}
         checkpoint = Checkpoint(os.fspath(place), headers, _read_config(place))
@@ -123,10 +123,15 @@ def _mode(path: Path) -> int:
     """The kind and permissions of a file, links followed; 0 where there is none."""
     try:
         return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL byte in the name
         return 0
-    except (OSError, ValueError) as refused:  # ValueError: a NUL byte in the name
-        raise CheckpointError(f"{path} cannot be read: {getattr(refused, 'strerror', None) or refused}") from None
+    except OSError as refused:
+        raise CheckpointError(f"{path} cannot be read: {refused.strerror or refused}") from None
+
+
+def _is_listed(path: Path) -> bool:
+    """Whether the folder has such a name, be it a link to nothing: half a download must not pass for none."""
+    return bool(_mode(path)) or path.is_symlink()
 
 
 @contextlib.contextmanager
@@ -152,6 +157,9 @@ def _open_file(file: Path) -> Checkpoint:
 
 
 def _read_json(path: Path) -> Any:
+    mode = _mode(path)
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is {'not a regular file' if mode else 'a link to a file that is missing'}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as refused:
@@ -162,7 +170,7 @@ def _read_json(path: Path) -> Any:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if not _mode(path):
+    if not _is_listed(path):
         return {}
     config = _read_json(path)
     if not isinstance(config, dict):
@@ -197,7 +205,7 @@ def _check_index(checkpoint: Checkpoint, index: Path, weight_map: dict[str, str]
         entry = checkpoint.get(name)
         if entry is None:
             raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
-        if not entry.file.endswith(file):
+        if entry.file != os.fspath(index.parent / file):
             raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {entry.file}")
 
 

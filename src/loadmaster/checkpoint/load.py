@@ -17,7 +17,7 @@ from loadmaster.checkpoint.reader import plan_pieces, read_pieces
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.checkpoint.sharding import Shard, place_shard
 from loadmaster.checkpoint.target import Target, new_memory, target_of
-from loadmaster.errors import InputError
+from loadmaster.errors import InputError, PlacementError
 from loadmaster.observe.memory import peak_rss
 from loadmaster.observe.report import PhaseClock, RankReport, Report
 from loadmaster.share import Share, share
@@ -122,6 +122,11 @@ def place(checkpoint: Checkpoint, where: Shard | Placements | None, dtype: torch
         return place_whole(checkpoint.values(), name)
     placements = where(checkpoint) if callable(where) else where
     check_placements(placements)
+    for placement in placements:
+        if placement.entry.file not in checkpoint.files:
+            raise PlacementError(
+                f"tensor {placement.name!r} is placed from {placement.entry.file}, no file of {checkpoint.path}"
+            )
     return placements
 
 

@@ -17,7 +17,17 @@ from loadmaster.checkpoint.dtypes import DTYPES, item_bytes
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.errors import PlacementError
 
-__all__ = ["Move", "Placement", "Run", "check_placements", "converted_dtype", "covered_bytes", "place_whole", "runs_of"]
+__all__ = [
+    "Move",
+    "Placement",
+    "Run",
+    "check_dtype",
+    "check_placements",
+    "converted_dtype",
+    "covered_bytes",
+    "place_whole",
+    "runs_of",
+]
 
 
 class Move(NamedTuple):
@@ -119,8 +129,24 @@ def check_placements(placements: Iterable[Placement]) -> None:
         if placement.name in seen:
             raise PlacementError(f"tensor {placement.name!r} is placed twice")
         seen.add(placement.name)
+        check_dtype(placement)
+        if not placement.moves and tuple(placement.shape) != placement.entry.storage_shape:
+            raise PlacementError(
+                f"tensor {placement.name!r} has no moves and the shape {list(placement.shape)}, and its entry has "
+                f"{list(placement.entry.storage_shape)}"
+            )
         for move in placement.moves:
             _check_move(placement, move)
+
+
+def check_dtype(placement: Placement) -> None:
+    """Refuse a conversion that would change the meaning of a tensor: scaled types need their scales."""
+    source, target = placement.entry.dtype, placement.dtype
+    if source != target and not (DTYPES[source].floating and DTYPES[target].floating):
+        raise PlacementError(
+            f"tensor {placement.name!r} is {source} in the checkpoint and {target} in the target, "
+            "and only plain floating-point dtypes are converted"
+        )
 
 
 def _check_move(placement: Placement, move: Move) -> None:

@@ -213,8 +213,9 @@ def read_pieces(
         A file is truncated, changed or unreadable; names file, tensor offset and cause. No thread is left running.
     """
     needed = {piece.file for piece in pieces}
-    with _OpenFiles({file: identity for file, identity in files.items() if file in needed}) as open_files:
-        team = _Team(pieces, open_files.descriptors, tensor_at or (lambda file, offset: ""))
+    tensor_at = tensor_at or (lambda file, offset: "")
+    with _OpenFiles({file: files[file] for file in sorted(needed)}, tensor_at) as open_files:
+        team = _Team(pieces, open_files.descriptors, tensor_at)
         team.run(max(1, min(threads, len(pieces))), progress)
         open_files.check_unchanged()
     return team.result
@@ -223,8 +224,9 @@ def read_pieces(
 class _OpenFiles:
     """The descriptors of the files of one load, closed on every way out."""
 
-    def __init__(self, files: Mapping[str, FileIdentity]) -> None:
+    def __init__(self, files: Mapping[str, FileIdentity], tensor_at: Callable[[str, int], str]) -> None:
         self._files = files
+        self._tensor_at = tensor_at
         self.descriptors: dict[str, int] = {}
 
     def __enter__(self) -> _OpenFiles:
@@ -250,10 +252,7 @@ class _OpenFiles:
         for file, descriptor in self.descriptors.items():
             now, then = FileIdentity.of(os.fstat(descriptor)), self._files[file]
             if now.num_bytes < then.num_bytes:
-                raise CheckpointError(
-                    f"{file} was truncated while it was being read: it had {then.num_bytes} bytes and has "
-                    f"{now.num_bytes}"
-                )
+                raise _truncated(file, now.num_bytes, self._tensor_at)
             if now != then:
                 raise CheckpointError(f"{file} was changed while it was being read; load it again when it is complete")
 
@@ -279,9 +278,9 @@ class _Team:
             threading.Thread(target=self._work, args=(worker,), name=f"loadmaster-read-{number}", daemon=True)
             for number, worker in enumerate(workers)
         ]
-        for member in members:
-            member.start()
         try:
+            for member in members:
+                member.start()
             while not self._finished.wait(_PROGRESS_SECONDS if progress else None):
                 if progress:
                     progress(sum(worker.placed_bytes for worker in workers))
@@ -290,7 +289,8 @@ class _Team:
             raise
         finally:
             for member in members:
-                member.join()
+                if member.ident is not None:
+                    member.join()
         if self.failure is not None:
             raise self.failure
         if progress:
@@ -325,12 +325,19 @@ class _Team:
     def _explained(self, error: BaseException, piece: Piece | None) -> BaseException:
         if piece is None or not isinstance(error, (FileTruncatedError, OSError)):
             return error
-        offset = error.offset if isinstance(error, FileTruncatedError) else piece.offset
-        tensor = self.tensor_at(piece.file, offset)
-        place = f"at offset {offset}" + (f", in tensor {tensor!r}" if tensor else "")
         if isinstance(error, FileTruncatedError):
-            return CheckpointError(f"{piece.file} was truncated while it was being read, {place}")
+            return _truncated(piece.file, error.offset, self.tensor_at)
+        place = _place(piece.offset, self.tensor_at(piece.file, piece.offset))
         return CheckpointError(f"{piece.file} cannot be read {place}: {error.strerror or error}")
+
+
+def _truncated(file: str, offset: int, tensor_at: Callable[[str, int], str]) -> CheckpointError:
+    place = _place(offset, tensor_at(file, offset))
+    return CheckpointError(f"{file} was truncated while it was being read: it ends {place}")
+
+
+def _place(offset: int, tensor: str) -> str:
+    return f"at offset {offset}" + (f", in tensor {tensor!r}" if tensor else "")
 
 
 class _Worker:

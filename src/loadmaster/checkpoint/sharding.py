@@ -59,6 +59,14 @@ class Shard:
             raise InputError(f"rank {self.rank} of {self.ranks} ranks does not exist")
 
 
+class _Part(NamedTuple):
+    """A part of a dimension: rows, heads in them where known, and whether ranks may share a head."""
+
+    size: int
+    heads: int | None = None
+    shared: bool = False
+
+
 class _Heads(NamedTuple):
     """Attention heads of the model, None where config.json does not say."""
 
@@ -96,11 +104,13 @@ class _Sharder:
         self.shard = shard
         self.heads = _heads_of(checkpoint.config)
         self.used_patterns: set[str] = set()
+        # Layers and experts of one shape are alike, unless a row of the user's names a number.
+        self._pattern_of = str if shard.plan.names_numbers else lambda name: _NUMBER.sub("0", name)
         self._cuts: dict[tuple[str, tuple[int, ...], str], tuple[tuple[int, ...], tuple[Move, ...]]] = {}
 
     def cut(self, entry: Entry) -> tuple[tuple[int, ...], tuple[Move, ...]]:
         """Return the target's shape and moves; no moves where the rank keeps the whole."""
-        key = (_NUMBER.sub("0", entry.name), entry.shape, entry.dtype)
+        key = (self._pattern_of(entry.name), entry.shape, entry.dtype)
         known = self._cuts.get(key)
         if known is None:
             known = self._cuts[key] = self._cut(entry)
@@ -109,7 +119,7 @@ class _Sharder:
     def _cut(self, entry: Entry) -> tuple[tuple[int, ...], tuple[Move, ...]]:
         shape = entry.storage_shape
         module, parameter = _split(entry.name)
-        found = self.shard.plan.find(_NUMBER.sub("0", module))
+        found = self.shard.plan.find(self._pattern_of(module))
         if found is None:
             return shape, ()
         pattern, style = found
@@ -138,15 +148,15 @@ class _Sharder:
         self, entry: Entry, leaf: str, style: Style, dim: int
     ) -> tuple[tuple[int, ...], tuple[Move, ...]]:
         shape = entry.storage_shape
-        if style.vocabulary or leaf == "lm_head":
+        if style.vocabulary or (leaf == "lm_head" and style.weight_dim == -2):
             return _replace(shape, dim, *self._vocabulary(shape[dim], dim))
         moves = []
         at = begin = 0
-        for size, heads in self._parts(entry, leaf, style, shape[dim]):
-            start, stop = self._block(entry, dim, size, heads, style.unit)
+        for part in self._parts(entry, leaf, style, shape[dim]):
+            start, stop = self._block(entry, dim, part, style.unit)
             moves.append(Move(dim, begin + start, begin + stop, at))
             at += stop - start
-            begin += size
+            begin += part.size
         return _replace(shape, dim, at, moves)
 
     def _vocabulary(self, rows: int, dim: int) -> tuple[int, list[Move]]:
@@ -157,8 +167,8 @@ class _Sharder:
         start = min(rows, rank * size)
         return size, [Move(dim, start, min(rows, start + size), 0)]
 
-    def _parts(self, entry: Entry, leaf: str, style: Style, size: int) -> list[tuple[int, int | None]]:
-        """Split a dimension into the parts that are fused in it: (size, number of heads or None) of each."""
+    def _parts(self, entry: Entry, leaf: str, style: Style, size: int) -> list[_Part]:
+        """Split a dimension into the parts that are fused in it."""
         query, key = self.heads.query, self.heads.key
         if leaf == "qkv_proj":
             if query is None or key is None or size % (query + 2 * key):
@@ -167,21 +177,22 @@ class _Sharder:
                     f"num_key_value_heads of config.json to be divided, and it says {query} and {key}"
                 )
             head = size // (query + 2 * key)
-            return [(query * head, query), (key * head, key), (key * head, key)]
+            return [_Part(query * head, query), _Part(key * head, key, True), _Part(key * head, key, True)]
         if style.packed:
             if size % 2:
                 raise PlacementError(f"tensor {entry.name!r}: {size} rows do not hold two fused parts of one size")
-            return [(size // 2, None), (size // 2, None)]
-        if leaf in _QUERY_LIKE:
-            return [(size, query if query is not None and size % query == 0 else None)]
-        if leaf in _KEY_LIKE:
-            return [(size, key if key is not None and size % key == 0 else None)]
-        return [(size, None)]
+            return [_Part(size // 2), _Part(size // 2)]
+        if leaf in _QUERY_LIKE and query is not None and size % query == 0:
+            return [_Part(size, query)]
+        if leaf in _KEY_LIKE and key is not None and size % key == 0:
+            return [_Part(size, key, True)]
+        return [_Part(size)]
 
-    def _block(self, entry: Entry, dim: int, size: int, heads: int | None, unit: int) -> tuple[int, int]:
-        """This rank's block of ``size`` rows: whole heads where they are known; few KV heads go to groups of ranks."""
+    def _block(self, entry: Entry, dim: int, part: _Part, unit: int) -> tuple[int, int]:
+        """This rank's block of a part: whole heads where they are known; few KV heads go to groups of ranks."""
         rank, ranks = self.shard.rank, self.shard.ranks
-        if heads is not None and heads < ranks and ranks % heads == 0 and self._replicates(entry):
+        size, heads, shared = part
+        if heads is not None and shared and heads < ranks and ranks % heads == 0:
             head = size // heads
             index = rank * heads // ranks
             return index * head, (index + 1) * head
@@ -195,10 +206,6 @@ class _Sharder:
             )
         step = size // ranks
         return rank * step, (rank + 1) * step
-
-    def _replicates(self, entry: Entry) -> bool:
-        """Only KV heads may be shared by ranks; a query head belongs to one."""
-        return _split(entry.name)[0].rpartition(".")[2] in {*_KEY_LIKE, "qkv_proj"}
 
     def _cut_block_scale(self, entry: Entry, module: str, dim: int) -> tuple[tuple[int, ...], tuple[Move, ...]]:
         """Scales of square blocks follow the rows or columns of their weight, which must fall on block borders."""
@@ -264,7 +271,11 @@ def _dimension(style: Style, parameter: str, shape: Sequence[int]) -> int | None
     if from_end is None or math.prod(shape) <= 1:
         return None
     dim = max(0, len(shape) + from_end)
-    return None if parameter not in ("weight", "bias") and shape[dim] == 1 else dim
+    if parameter in ("weight", "bias"):
+        return dim
+    # The scales of a weight that is cut by columns: one per row stays whole, as does one for all columns.
+    of_rows = from_end == -1 and len(shape) < 2
+    return None if of_rows or shape[dim] == 1 else dim
 
 
 def _replace(

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype, torch_dtype
+from loadmaster.checkpoint.dtypes import import_torch, name_of_torch_dtype, torch_dtype
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
-from loadmaster.checkpoint.placement import Placement, covered_bytes
+from loadmaster.checkpoint.placement import Placement, check_dtype, covered_bytes
 from loadmaster.checkpoint.reader import Destinations
 from loadmaster.errors import CheckpointError, InputError, PlacementError
 
@@ -45,7 +45,7 @@ class Target:
 def _in_place(placement: Placement, tensor: torch.Tensor) -> tuple[memoryview, int]:
     """The memory of an existing tensor, zeroed where the placement does not cover it all."""
     if covered_bytes(placement) < placement.num_bytes:
-        tensor.zero_()
+        tensor.detach().zero_()
     return memoryview(_bytes_of(tensor)), 0
 
 
@@ -83,7 +83,7 @@ class _NewMapping(Target):
 
 
 class _Filled(Target):
-    """Tensors that exist: those in plain memory are filled in place, the others through new memory."""
+    """Tensors that exist: in plain memory they are filled in place, elsewhere by a copy; on meta they are replaced."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], placements: Sequence[Placement]) -> None:
         self._state = state
@@ -99,22 +99,32 @@ class _Filled(Target):
         torch = import_torch()
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                self._state[name].copy_(tensor)
+                if self._state[name].is_meta:
+                    self._replace(name, tensor)
+                else:
+                    self._state[name].copy_(tensor)
+
+    def _replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a new tensor where one without memory was."""
+        assert isinstance(self._state, MutableMapping)
+        self._state[name] = tensor
 
 
 class _Module(_Filled):
-    """A module: what lies on the meta device is replaced, everything else is filled in place."""
+    """The parameters and buffers of a module; a tied one is replaced under all its names."""
 
     def __init__(self, module: torch.nn.Module, placements: Sequence[Placement]) -> None:
-        super().__init__({name: tensor.detach() for name, tensor in _state_of(module).items()}, placements)
+        super().__init__(_state_of(module), placements)
         self._module = module
 
-    def hand_out(self) -> None:
-        meta = {name for name in self.tensors if self._state[name].is_meta}
-        assigned = {name: self.tensors.pop(name) for name in meta}
-        if assigned:
-            self._module.load_state_dict(assigned, strict=False, assign=True)
-        super().hand_out()
+    def _replace(self, name: str, tensor: torch.Tensor) -> None:
+        torch = import_torch()
+        old = self._state[name]
+        new = torch.nn.Parameter(tensor, old.requires_grad) if isinstance(old, torch.nn.Parameter) else tensor
+        for tied, other in self._state.items():
+            if other is old:
+                owner, _, leaf = tied.rpartition(".")
+                setattr(self._module.get_submodule(owner), leaf, new)
 
 
 def target_of(target: torch.nn.Module | MutableMapping[str, torch.Tensor], placements: Sequence[Placement]) -> Target:
@@ -165,14 +175,12 @@ def _fitted(placement: Placement, tensor: torch.Tensor) -> Placement:
             f"tensor {placement.name!r} has the shape {list(placement.shape)} in the checkpoint "
             f"and {list(tensor.shape)} in the target"
         )
-    dtype = name_of_torch_dtype(tensor.dtype)
-    source = placement.entry.dtype
-    if dtype != source and not (DTYPES[dtype].floating and DTYPES[source].floating):
-        raise PlacementError(
-            f"tensor {placement.name!r} is {source} in the checkpoint and {dtype} in the target, "
-            "and only plain floating-point dtypes are converted"
-        )
-    return placement._replace(dtype=dtype)
+    try:
+        fitted = placement._replace(dtype=name_of_torch_dtype(tensor.dtype))
+    except CheckpointError as unknown:
+        raise PlacementError(f"tensor {placement.name!r} of the target: {unknown}") from None
+    check_dtype(fitted)
+    return fitted
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -182,4 +190,5 @@ def _is_plain_memory(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     torch = import_torch()
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a dimension of size 1 may have any stride
+    return flat.view(torch.uint8).numpy()

@@ -141,7 +141,7 @@ class TensorParallelPlan:
     Parameters
     ----------
     overrides : mapping of str to str
-        Pattern to style, as in `TP_PLAN`; they win over the built-in rows.
+        Pattern to style, as in `TP_PLAN`; they win over the built-in rows. A number in one stands for itself.
 
     Raises
     ------
@@ -156,6 +156,7 @@ class TensorParallelPlan:
                 raise InputError(f"tp plan: {pattern!r} has the unknown style {style!r}; known are {', '.join(STYLES)}")
         rows = [*self.overrides.items(), *TP_PLAN.items()]
         self._rows = [(pattern, _compile(pattern), STYLES[style]) for pattern, style in rows]
+        self.names_numbers = any(re.search(r"(^|\.)\d+(\.|$)", pattern) for pattern in self.overrides)
         self._found: dict[str, tuple[str, Style] | None] = {}
 
     def find(self, module: str) -> tuple[str, Style] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
+from loadmaster.checkpoint.dtypes import SUB_BYTE_DTYPES, import_torch, torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.placement import Move, Placement
 from loadmaster.errors import LoadmasterError, MissingDependencyError
@@ -67,18 +67,25 @@ class _Reference:
 
 def _expected_parts(files: _Reference, placement: Placement) -> Iterator[tuple[Move, torch.Tensor]]:
     """The reference's tensors for each move, in pieces of bounded size along the first dimension."""
-    reference = files.of(placement.entry.file)
-    shape = placement.entry.storage_shape
-    if not shape:
-        yield Move(0, 0, 1, 0), reference.get_tensor(placement.entry.name)
-        return
-    for move in placement.moves or (Move(0, 0, shape[0], 0),):
-        part = reference.get_slice(placement.entry.name)
-        if move.dim == 0:
-            yield from _rows(part, move, placement)
-        else:
-            index = (slice(None),) * move.dim + (slice(move.start, move.stop),)
-            yield move, part[index]
+    entry = placement.entry
+    shape = entry.storage_shape
+    try:
+        reference = files.of(entry.file)
+        if not shape:
+            yield Move(0, 0, 1, 0), reference.get_tensor(entry.name)
+            return
+        # The library's slices of a sub-byte dtype count elements, and ours bytes.
+        of_bytes = entry.dtype not in SUB_BYTE_DTYPES
+        part = reference.get_slice(entry.name) if of_bytes else reference.get_tensor(entry.name)
+        for move in placement.moves or (Move(0, 0, shape[0], 0),):
+            if move.dim == 0:
+                yield from _rows(part, move, placement)
+            else:
+                yield move, part[(slice(None),) * move.dim + (slice(move.start, move.stop),)]
+    except LoadmasterError:
+        raise
+    except Exception as unreadable:  # the library has no common error for a file that has changed
+        raise VerificationError(f"{entry.file} cannot be verified: {unreadable}") from None
 
 
 def _rows(part: Any, move: Move, placement: Placement) -> Iterator[tuple[Move, torch.Tensor]]:
@@ -95,7 +102,7 @@ def _compare(placement: Placement, move: Move, tensor: torch.Tensor, expected: t
     got = tensor.narrow(move.dim, move.at, move.stop - move.start) if placement.shape else tensor
     if placement.dtype != placement.entry.dtype:
         expected = expected.to(torch_dtype(placement.dtype))
-    ours, theirs = (part.contiguous().reshape(-1).view(torch.uint8) for part in (got, expected))
+    ours, theirs = _bytes_of(got), _bytes_of(expected)
     if torch.equal(ours, theirs):
         return
     where = int((ours != theirs).nonzero()[0]) if ours.shape == theirs.shape else 0
@@ -105,11 +112,17 @@ def _compare(placement: Placement, move: Move, tensor: torch.Tensor, expected: t
 
 
 def _compare_padding(placement: Placement, tensor: torch.Tensor) -> None:
-    """Rows that no move fills are zero."""
+    """Every byte that no move fills is zero."""
     if not placement.moves:
         return
     dim = placement.moves[0].dim
-    end = max(move.at + move.stop - move.start for move in placement.moves)
-    padding = tensor.narrow(dim, end, placement.shape[dim] - end)
-    if padding.numel() and bool(padding.any()):
-        raise VerificationError(f"tensor {placement.name!r} is not zero in its padding")
+    end = 0
+    for start, stop in [*sorted((move.at, move.at + move.stop - move.start) for move in placement.moves), (None, None)]:
+        gap = tensor.narrow(dim, end, (placement.shape[dim] if start is None else start) - end)
+        if gap.numel() and bool(_bytes_of(gap).any()):
+            raise VerificationError(f"tensor {placement.name!r} of {placement.entry.file} is not zero in its padding")
+        end = stop or end
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(import_torch().uint8)

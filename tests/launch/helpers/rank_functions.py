@@ -86,7 +86,7 @@ def tell_from_threads(count: int, context: RankContext) -> None:
         for number in range(count):
             context.progress((thread, number, bytes([thread]) * 500_000))
 
-    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
