@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis runs the same examples every time, and nothing of the caller's environment leaks in."""
+"""What all tests share: hypothesis runs the same examples every time, and the caller's environment stays out."""
 
 from __future__ import annotations
 

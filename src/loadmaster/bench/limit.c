@@ -58,23 +58,29 @@ int main(int argc, char **argv)
 {
     if (argc < 4) return 2;
     size_t threads = strtoul(argv[1], NULL, 10), bytes = strtoul(argv[2], NULL, 10);
+    int num_files = argc - 3;
+    struct { int fd; off_t size; } files[num_files];
+    for (int f = 0; f < num_files; f++) {
+        struct stat status;
+        files[f].fd = open(argv[f + 3], O_RDONLY);
+        if (files[f].fd < 0 || fstat(files[f].fd, &status)) die(argv[f + 3]);
+        files[f].size = status.st_size;
+    }
     size_t room = bytes / PIECE + (size_t)argc;
     pieces = calloc(room, sizeof *pieces);
-    for (size_t planned = 0; planned < bytes;)
-        for (int f = 3; f < argc && planned < bytes; f++) {
-            struct stat status;
-            int fd = open(argv[f], O_RDONLY);
-            if (fd < 0 || fstat(fd, &status)) die(argv[f]);
-            for (off_t at = 0; at < status.st_size && planned < bytes; ) {
-                size_t size = (size_t)(status.st_size - at);
+    for (size_t planned = 0, before = 1; planned < bytes && planned != before;) {
+        before = planned;
+        for (int f = 0; f < num_files && planned < bytes; f++)
+            for (off_t at = 0; at < files[f].size && planned < bytes;) {
+                size_t size = (size_t)(files[f].size - at);
                 if (size > PIECE) size = PIECE;
                 if (size > bytes - planned) size = bytes - planned;
                 if (num_pieces == room) pieces = realloc(pieces, (room *= 2) * sizeof *pieces);
-                if (!pieces) die("realloc");
-                pieces[num_pieces++] = (struct piece){fd, at, size, (char *)planned};
+                if (!pieces) die("memory");
+                pieces[num_pieces++] = (struct piece){files[f].fd, at, size, (char *)planned};
                 at += (off_t)size, planned += size;
             }
-        }
+    }
     char *memory = fresh(bytes);
     for (size_t i = 0; i < bytes; i += 4096) memory[i] = 1; /* a virtual machine's host may have taken free pages back */
     munmap(memory, bytes);

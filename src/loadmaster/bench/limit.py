@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loadmaster.checkpoint.memory import Arena
@@ -63,8 +64,10 @@ def _program() -> int | None:
 
 
 def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> float:
-    descriptors = [os.open(file, os.O_RDONLY) for file in files]
+    descriptors: list[int] = []
     try:
+        for file in files:
+            descriptors.append(os.open(file, os.O_RDONLY))
         pieces = iter(list(_pieces(descriptors, num_bytes)))
         lock = threading.Lock()
         begin = time.perf_counter()
@@ -79,20 +82,22 @@ def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> floa
                 descriptor, offset, target, size = piece
                 read_into(descriptor, [arena.buffer[target : target + size]], offset)
 
-        team = [threading.Thread(target=read) for _ in range(threads)]
-        for member in team:
-            member.start()
-        for member in team:
-            member.join()
+        with ThreadPoolExecutor(threads) as team:
+            for member in [team.submit(read) for _ in range(threads)]:
+                member.result()
         return time.perf_counter() - begin
+    except OSError as refused:
+        name = f"{refused.filename}: " if refused.filename else ""
+        raise LoadmasterError(f"the limit could not be measured: {name}{refused.strerror}") from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _pieces(descriptors: Sequence[int], num_bytes: int) -> Iterable[tuple[int, int, int, int]]:
-    planned = 0
-    while planned < num_bytes:
+    planned, before = 0, -1
+    while planned < num_bytes and planned != before:
+        before = planned
         for descriptor in descriptors:
             for offset in range(0, os.fstat(descriptor).st_size, _PIECE_BYTES):
                 size = min(_PIECE_BYTES, os.fstat(descriptor).st_size - offset, num_bytes - planned)
