@@ -94,7 +94,6 @@ def test_python_reads_every_byte_of_the_memory_once(
 
 
 def test_a_file_that_is_missing_is_an_error_and_no_figure(kind: str, files: list[str], tmp_path: Path) -> None:
-    """KNOWN TO FAIL in Python: FileNotFoundError, and the file that was opened before it stays open."""
     missing = str(tmp_path / "nowhere")
     open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  counts
     with pytest.raises(LoadmasterError, match=f"the limit could not be measured: {missing}: No such file"):
@@ -103,7 +102,7 @@ def test_a_file_that_is_missing_is_an_error_and_no_figure(kind: str, files: list
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_no_figure(kind: str, files: list[str], tmp_path: Path) -> None:
-    """KNOWN TO FAIL in Python: the reading thread dies, and seconds are returned. A folder opens and does not read."""
+    """A folder can be opened and cannot be read."""
     with pytest.raises(LoadmasterError, match=r"the limit could not be measured: .*directory"):
         limit_seconds([str(tmp_path)], 8, 1)
 
@@ -111,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_no_figure(kind: str, files: 
 @needs_a_compiler
 @pytest.mark.processes
 def test_small_files_may_be_read_over_and_over(files: list[str]) -> None:
-    """KNOWN TO FAIL: each round opens the files again and closes none."""
+    """However often, they are opened once."""
     code = (
         "import resource, sys\n"
         "from loadmaster.bench.limit import limit_kind, limit_seconds\n"

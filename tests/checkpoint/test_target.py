@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from loadmaster import Shard, load
+from loadmaster.checkpoint import target as target_module
 from loadmaster.errors import InputError, PlacementError
 
 from .helpers.files import assert_same, bits_of, random_tensor, write_file
@@ -315,6 +316,32 @@ def test_parameters_in_a_mapping_are_filled_though_they_require_gradients(made: 
     assert torch.equal(target[name][:5], whole)
     assert not target[name][5:].any()
     assert target[name].requires_grad
+
+
+def test_parameters_in_a_mapping_may_be_transposed(made: Made) -> None:
+    target = {"a": nn.Parameter(torch.zeros(6, 4).t())}
+    wanted = random_tensor((4, 6), torch.float32)
+    load(target, made({"a": wanted}))
+    assert torch.equal(target["a"], wanted)
+    assert target["a"].requires_grad
+    assert target["a"].is_leaf
+
+
+def test_plain_memory_is_read_into_without_memory_between(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the memory of a model is what nobody has: only what does not lie in order takes the way round."""
+    between: list[str] = []
+    real = target_module.new_memory
+
+    def noting(placements: list[Any]) -> Any:
+        between.extend(placement.name for placement in placements)
+        return real(placements)
+
+    monkeypatch.setattr(target_module, "new_memory", noting)
+    module = nn.Linear(6, 4)
+    load(module, made({"weight": torch.ones(4, 6), "bias": torch.ones(4, dtype=torch.bfloat16)}))
+    assert between == []
+    load({"a": torch.zeros(3), "b": torch.zeros(2, 2).t()}, made({"a": torch.ones(3), "b": torch.ones(2, 2)}))
+    assert between == ["b"]
 
 
 def test_mapping_of_meta_tensors_is_not_left_without_values(made: Made) -> None:

@@ -79,6 +79,14 @@ def test_text_of_a_rank_that_ends_well_is_handed_over_once() -> None:
     assert heard == [(0, "a warning")]
 
 
+def test_text_on_standard_output_is_handed_over_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KNOWN TO FAIL: it waits in a buffer of the rank until the rank ends, after its parent has looked."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    heard: list[tuple[int, str]] = []
+    run(("say", "a word"), on_output=lambda *text: heard.append(text))
+    assert heard == [(0, "a word")]
+
+
 def test_text_that_is_not_utf_8_is_handed_over_as_well_as_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, str]] = []
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}

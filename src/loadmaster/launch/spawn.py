@@ -122,6 +122,7 @@ def run_ranks(
 
 
 def _start(number: int, function: str, message: bytes, environment: Mapping[str, str]) -> _Rank:
+    import_path = json.dumps([os.fsdecode(folder) for folder in sys.path])
     ours, theirs = socket.socketpair()
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop
     try:
@@ -131,7 +132,7 @@ def _start(number: int, function: str, message: bytes, environment: Mapping[str,
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
-            env={**environment, _IMPORT_PATH: json.dumps(sys.path)},
+            env={**environment, _IMPORT_PATH: import_path},
         )
     except OSError as refused:
         output.close()

@@ -244,6 +244,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             MLP + "down_proj.weight_scale_inv": ((3, 8), columns),
         },
     ),
+    "block scales of fused and of shared projections": Architecture(
+        config(8, 2),
+        {
+            ATTENTION + "qkv_proj.weight": ((12 * 128, 128), query_key_value(8, 2)),
+            ATTENTION + "qkv_proj.weight_scale_inv": ((12, 1), query_key_value(8, 2)),
+            ATTENTION + "k_proj.weight": ((2 * 128, 64), heads(2)),
+            ATTENTION + "k_proj.weight_scale_inv": ((2, 1), heads(2)),
+            MLP + "gate_up_proj.weight": ((2 * 1024, 64), halves(0)),
+            MLP + "gate_up_proj.weight_scale_inv": ((16, 1), halves(0)),
+        },
+    ),
     "deepseek without a low rank of queries": Architecture(
         config(8, 8), {ATTENTION + "q_proj.weight": ((8 * 24, 32), heads(8))}
     ),
@@ -310,6 +321,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             MLP + "up_proj.weight_scale": ((48, 1), rows),
             MLP + "gate_proj.weight": ((48, 32), rows),
             MLP + "gate_proj.weight_scale": ((1,), whole),
+            LAYER + "mlp.gate_up_proj.weight": ((48, 32), halves(0)),
+            LAYER + "mlp.gate_up_proj.weight_scale": ((48, 1), halves(0)),
+            ATTENTION + "qkv_proj.weight": ((12 * 4, 32), query_key_value(8, 2)),
+            ATTENTION + "qkv_proj.weight_scale": ((12 * 4, 1), query_key_value(8, 2)),
         },
     ),
     "eight-bit weights with a vector of scales": Architecture(

@@ -6,6 +6,7 @@ one run can behave differently.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
@@ -96,6 +97,12 @@ def tell_from_threads(count: int, context: RankContext) -> None:
 def write(text: str, _: RankContext) -> None:
     """Write to standard error."""
     sys.stderr.write(text)
+
+
+def say(text: str, _: RankContext) -> None:
+    """Write to standard output, which Python keeps back in a buffer where it is no terminal, and be slow to end."""
+    print(text)
+    atexit.register(time.sleep, 0.3)
 
 
 def survive_interrupt(_: None, context: RankContext) -> str:
@@ -194,9 +201,12 @@ def close_and_hang(_: None, context: RankContext) -> NoReturn:
         time.sleep(60)
 
 
-def die_within_a_message(announced: int, context: RankContext) -> NoReturn:
-    """Be killed with half a message sent."""
-    os.write(context._connection.fileno(), struct.pack("!i", announced) + b"half")
+def die_within_a_message(with_child: bool, context: RankContext) -> NoReturn:
+    """Be killed with half a message sent, which a child of this rank may hold open for a while."""
+    if with_child and os.fork() == 0:
+        time.sleep(4)
+        os._exit(0)
+    os.write(context._connection.fileno(), struct.pack("!i", 1000) + b"half")
     kill_self(signal.SIGKILL)
 
 
