@@ -68,8 +68,10 @@ def main() -> None:
     faulthandler.enable()
     # Ctrl-C reaches the whole process group; the parent alone decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(int(sys.argv[1]), False)  # the line is this process's alone
     connection = Connection(int(sys.argv[1]))
+    # The line is this process's alone: no child of it, which a library may start, holds it open.
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=connection.close)
     try:
         function, rank = connection.recv()
         job = connection.recv_bytes()
@@ -77,7 +79,9 @@ def main() -> None:
         os._exit(1)
     context = RankContext(rank, connection)
     try:
-        context.send("result", _find(function)(pickle.loads(job), context))
+        result = _find(function)(pickle.loads(job), context)
+        sys.stdout.flush()  # the parent looks at what was written as soon as it has the result
+        context.send("result", result)
     except LoadmasterError as expected:
         context.send("error", str(expected))
     except MemoryError as full:

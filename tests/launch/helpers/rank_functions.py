@@ -201,11 +201,8 @@ def close_and_hang(_: None, context: RankContext) -> NoReturn:
         time.sleep(60)
 
 
-def die_within_a_message(with_child: bool, context: RankContext) -> NoReturn:
-    """Be killed with half a message sent, which a child of this rank may hold open for a while."""
-    if with_child and os.fork() == 0:
-        time.sleep(4)
-        os._exit(0)
+def die_within_a_message(_: None, context: RankContext) -> NoReturn:
+    """Be killed with half a message sent."""
     os.write(context._connection.fileno(), struct.pack("!i", 1000) + b"half")
     kill_self(signal.SIGKILL)
 
