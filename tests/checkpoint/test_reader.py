@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from loadmaster.checkpoint import reader, vectored
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
+from loadmaster.checkpoint.pieces import Piece, plan_pieces
 from loadmaster.checkpoint.placement import Move, Placement, place_whole
-from loadmaster.checkpoint.reader import Piece, plan_pieces, read_pieces
+from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.target import new_memory
 from loadmaster.errors import CheckpointError
 
@@ -553,8 +554,10 @@ def os_read(descriptor: int, memory: np.ndarray[Any, Any]) -> None:
 SIGNALS = """
     import os, signal, sys, threading
     from loadmaster.checkpoint.folder import open_checkpoint
-    from loadmaster.checkpoint.placement import Move, Placement, place_whole
-    from loadmaster.checkpoint.reader import Destinations, plan_pieces, read_pieces
+    from loadmaster.checkpoint.pieces import Piece, plan_pieces
+from loadmaster.checkpoint.placement import Move, Placement, place_whole
+    from loadmaster.checkpoint.pieces import Destinations, plan_pieces
+    from loadmaster.checkpoint.reader import read_pieces
 
     received = 0
     def handle(number, frame):
@@ -609,8 +612,10 @@ def test_storm_of_signals_changes_nothing(tmp_path: Path) -> None:
 TRUNCATIONS = """
     import os, random, sys
     from loadmaster.checkpoint.folder import open_checkpoint
-    from loadmaster.checkpoint.placement import Move, Placement, place_whole
-    from loadmaster.checkpoint.reader import Destinations, plan_pieces, read_pieces
+    from loadmaster.checkpoint.pieces import Piece, plan_pieces
+from loadmaster.checkpoint.placement import Move, Placement, place_whole
+    from loadmaster.checkpoint.pieces import Destinations, plan_pieces
+    from loadmaster.checkpoint.reader import read_pieces
     from loadmaster.errors import CheckpointError
 
     path, strided, rounds = sys.argv[1], sys.argv[2] == "strided", int(sys.argv[3])
@@ -669,7 +674,8 @@ FEW_THREADS = """
     import os, resource, sys, threading, time
     from loadmaster.checkpoint.folder import open_checkpoint
     from loadmaster.checkpoint.placement import place_whole
-    from loadmaster.checkpoint.reader import Destinations, plan_pieces, read_pieces
+    from loadmaster.checkpoint.pieces import Destinations, plan_pieces
+    from loadmaster.checkpoint.reader import read_pieces
 
     checkpoint = open_checkpoint("model.safetensors")
     placements = place_whole(checkpoint.values())

@@ -80,7 +80,7 @@ def test_text_of_a_rank_that_ends_well_is_handed_over_once() -> None:
 
 
 def test_text_on_standard_output_is_handed_over_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KNOWN TO FAIL: it waits in a buffer of the rank until the rank ends, after its parent has looked."""
+    """It must not wait in a buffer of the rank until the rank ends."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     heard: list[tuple[int, str]] = []
     run(("say", "a word"), on_output=lambda *text: heard.append(text))
@@ -121,7 +121,7 @@ def test_a_rank_imports_from_where_its_parent_does(
 
 
 def test_an_import_path_that_is_no_text_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KNOWN TO FAIL: TypeError of JSON. Python takes no notice of such an entry."""
+    """Python takes no notice of such an entry."""
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert run(("answer", 1)) == [(0, 1)]
 

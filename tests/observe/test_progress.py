@@ -92,7 +92,7 @@ def test_a_rank_that_has_nothing_to_load_divides_by_nothing(clock: Clock) -> Non
 
 def test_a_line_is_flushed(clock: Clock) -> None:
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")  # type: ignore[arg-type]
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
     LineProgress(1, stream, seconds=0).update(0, 1, 1)
     assert raw.getvalue().startswith(b"loading: ")
     stream.close()

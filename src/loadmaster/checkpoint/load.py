@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
+from loadmaster.checkpoint.pieces import plan_pieces
 from loadmaster.checkpoint.placement import Move, Placement, check_placements, place_whole
-from loadmaster.checkpoint.reader import plan_pieces, read_pieces
+from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.checkpoint.sharding import Shard, place_shard
 from loadmaster.checkpoint.target import Target, new_memory, target_of

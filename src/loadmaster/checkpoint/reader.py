@@ -1,8 +1,8 @@
 """Executes placements: k threads read pieces of the files straight into final memory.
 
-    placements --plan_pieces--> pieces in file order --+--> thread 1: preadv, strided copy, convert --+--> memory
-                                                       +--> thread k                                  |
-                                      errors, progress <----------------------------------------------+
+    placements --(pieces.plan_pieces)--> pieces in file order --+--> thread 1: preadv, strided copy, convert --+--> memory
+                                                                +--> thread k                                  |
+                                               errors, progress <----------------------------------------------+
 
 Parallel across pieces and never inside them: no thread team, no barrier. Pieces are bounded in bytes and every thread
 takes the next one when it is free, so the bytes balance by themselves while the files are read in order.
@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from loadmaster.checkpoint.dtypes import import_torch, item_bytes, torch_dtype
-from loadmaster.checkpoint.placement import Placement, Run, runs_of
+from loadmaster.checkpoint.pieces import Piece
+from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.safetensors import FileIdentity
 from loadmaster.checkpoint.vectored import (
-    MAX_VECTORS,
     SCRATCH_BYTES,
     FileTruncatedError,
     StridedCopier,
@@ -33,38 +33,9 @@ from loadmaster.threads.openmp import use_one_thread_here
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Destinations", "ReadResult", "plan_pieces", "read_pieces"]
-
-PIECE_BYTES = 8 << 20
-"""The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
-
-DIRECT_RUN_BYTES = 512 << 10
-"""Runs at least this long are read one by one: nothing is left for a map to save."""
+__all__ = ["ReadResult", "read_pieces"]
 
 _PROGRESS_SECONDS = 0.1
-
-
-class Destinations(NamedTuple):
-    """Where the tensors of a load begin: tensor ``i`` at byte ``offsets[i]`` of ``buffers[i]``."""
-
-    buffers: Sequence[memoryview]
-    offsets: Sequence[int]
-
-
-class Piece(NamedTuple):
-    """A bounded part of one file that one thread reads in one go.
-
-    ``run.target`` is absolute in the buffers here. A plain read of neighbours has ``vectors``; a strided or converted
-    one has its ``run`` and ``buffer``.
-    """
-
-    file: str
-    offset: int
-    num_bytes: int
-    vectors: list[tuple[memoryview, int, int]]
-    run: Run | None = None
-    buffer: memoryview | None = None
-    dtypes: tuple[str, str] | None = None
 
 
 @dataclass
@@ -80,113 +51,6 @@ class ReadResult:
         self.bytes_read += other.bytes_read
         self.read_seconds += other.read_seconds
         self.convert_seconds += other.convert_seconds
-
-
-def plan_pieces(
-    placements: Sequence[Placement], destinations: Destinations, piece_bytes: int = PIECE_BYTES
-) -> list[Piece]:
-    """Cut the work into pieces in file order, small neighbours of a file joined into one vectored read."""
-    reads: list[tuple[str, int, int, memoryview, int]] = []
-    pieces: list[Piece] = []
-    for placement, buffer, begin in zip(placements, *destinations, strict=True):
-        entry = placement.entry
-        if placement.dtype != entry.dtype:
-            pieces += _converting_pieces(placement, buffer, begin)
-        elif not placement.moves:
-            if entry.num_bytes:
-                reads.append((entry.file, entry.offset, entry.num_bytes, buffer, begin))
-        else:
-            for run in runs_of(placement):
-                if run.num_runs == 1 or run.num_bytes >= DIRECT_RUN_BYTES:
-                    reads += _single_runs(entry.file, run, buffer, begin)
-                else:
-                    pieces += _strided_pieces(entry.file, run, buffer, begin, piece_bytes)
-    reads.sort(key=lambda read: read[:2])
-    pieces += _join_neighbours(reads, piece_bytes)
-    pieces.sort(key=lambda piece: piece[:2])
-    return pieces
-
-
-def _single_runs(
-    file: str, run: Run, buffer: memoryview, begin: int
-) -> Iterable[tuple[str, int, int, memoryview, int]]:
-    for index in range(run.num_runs):
-        source = run.source + index * run.source_stride
-        yield file, source, run.num_bytes, buffer, begin + run.target + index * run.target_stride
-
-
-def _join_neighbours(reads: list[tuple[str, int, int, memoryview, int]], piece_bytes: int) -> list[Piece]:
-    """Join reads that follow each other in a file, up to ``piece_bytes``; cut those that are longer."""
-    pieces: list[Piece] = []
-    vectors: list[tuple[memoryview, int, int]] = []
-    file, start, position = "", 0, -1
-    for read_file, offset, size, buffer, target in reads:
-        if read_file != file or offset != position or len(vectors) >= MAX_VECTORS:
-            _close_piece(pieces, file, start, position, vectors)
-            file, start, position, vectors = read_file, offset, offset, []
-        while size:
-            room = piece_bytes - (position - start)
-            if room <= 0:
-                _close_piece(pieces, file, start, position, vectors)
-                start, vectors, room = position, [], piece_bytes
-            taken = min(size, room)
-            if vectors and vectors[-1][0] is buffer and vectors[-1][2] == target:
-                vectors[-1] = (buffer, vectors[-1][1], target + taken)
-            else:
-                vectors.append((buffer, target, target + taken))
-            position += taken
-            target += taken
-            size -= taken
-    _close_piece(pieces, file, start, position, vectors)
-    return pieces
-
-
-def _close_piece(
-    pieces: list[Piece], file: str, start: int, end: int, vectors: list[tuple[memoryview, int, int]]
-) -> None:
-    if vectors:
-        pieces.append(Piece(file, start, end - start, vectors))
-
-
-def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_bytes: int) -> Iterable[Piece]:
-    """Cut a strided run so that each piece spans about ``piece_bytes`` of the file."""
-    rows = max(1, piece_bytes // run.source_stride)
-    for first in range(0, run.num_runs, rows):
-        part = _part_of(run, first, min(rows, run.num_runs - first), begin)
-        yield Piece(file, part.source, part.num_bytes * part.num_runs, [], part, buffer)
-
-
-def _part_of(run: Run, first: int, count: int, begin: int) -> Run:
-    return run._replace(
-        source=run.source + first * run.source_stride,
-        target=begin + run.target + first * run.target_stride,
-        num_runs=count,
-    )
-
-
-def _converting_pieces(placement: Placement, buffer: memoryview, begin: int) -> Iterable[Piece]:
-    """Pieces whose source fits the scratch; targets are scaled to the size of the target's elements."""
-    dtypes = (placement.entry.dtype, placement.dtype)
-    item, target_item = (item_bytes(dtype) for dtype in dtypes)
-    for run in runs_of(placement):
-        for part in _scratch_sized(run, SCRATCH_BYTES - SCRATCH_BYTES % item):
-            scaled = part._replace(
-                target=begin + part.target // item * target_item, target_stride=part.target_stride // item * target_item
-            )
-            yield Piece(placement.entry.file, part.source, part.num_bytes * part.num_runs, [], scaled, buffer, dtypes)
-
-
-def _scratch_sized(run: Run, scratch_bytes: int) -> Iterable[Run]:
-    if run.num_bytes <= scratch_bytes:
-        rows = max(1, scratch_bytes // run.num_bytes)
-        for first in range(0, run.num_runs, rows):
-            yield _part_of(run, first, min(rows, run.num_runs - first), 0)
-        return
-    for index in range(run.num_runs):
-        row = _part_of(run, index, 1, 0)
-        for start in range(0, run.num_bytes, scratch_bytes):
-            size = min(scratch_bytes, run.num_bytes - start)
-            yield row._replace(source=row.source + start, target=row.target + start, num_bytes=size)
 
 
 def read_pieces(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.checkpoint.dtypes import import_torch, name_of_torch_dtype, torch_dtype
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
+from loadmaster.checkpoint.pieces import Destinations
 from loadmaster.checkpoint.placement import Placement, check_dtype, covered_bytes
-from loadmaster.checkpoint.reader import Destinations
 from loadmaster.errors import CheckpointError, InputError, PlacementError
 
 if TYPE_CHECKING:
