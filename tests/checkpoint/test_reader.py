@@ -554,9 +554,8 @@ def os_read(descriptor: int, memory: np.ndarray[Any, Any]) -> None:
 SIGNALS = """
     import os, signal, sys, threading
     from loadmaster.checkpoint.folder import open_checkpoint
-    from loadmaster.checkpoint.pieces import Piece, plan_pieces
-from loadmaster.checkpoint.placement import Move, Placement, place_whole
     from loadmaster.checkpoint.pieces import Destinations, plan_pieces
+    from loadmaster.checkpoint.placement import Move, Placement, place_whole
     from loadmaster.checkpoint.reader import read_pieces
 
     received = 0
@@ -612,9 +611,8 @@ def test_storm_of_signals_changes_nothing(tmp_path: Path) -> None:
 TRUNCATIONS = """
     import os, random, sys
     from loadmaster.checkpoint.folder import open_checkpoint
-    from loadmaster.checkpoint.pieces import Piece, plan_pieces
-from loadmaster.checkpoint.placement import Move, Placement, place_whole
     from loadmaster.checkpoint.pieces import Destinations, plan_pieces
+    from loadmaster.checkpoint.placement import Move, Placement, place_whole
     from loadmaster.checkpoint.reader import read_pieces
     from loadmaster.errors import CheckpointError
 

@@ -1,8 +1,8 @@
 """Executes placements: k threads read pieces of the files straight into final memory.
 
-    placements --(pieces.plan_pieces)--> pieces in file order --+--> thread 1: preadv, strided copy, convert --+--> memory
-                                                                +--> thread k                                  |
-                                               errors, progress <----------------------------------------------+
+    placements --plan_pieces--> pieces in file order --+--> thread 1: preadv, strided copy, convert --+--> memory
+                                                       +--> thread k                                  |
+                                      errors, progress <----------------------------------------------+
 
 Parallel across pieces and never inside them: no thread team, no barrier. Pieces are bounded in bytes and every thread
 takes the next one when it is free, so the bytes balance by themselves while the files are read in order.
