@@ -158,7 +158,8 @@ def _layer(*tables: str) -> tuple[Row, ...]:
 class Family:
     """What is common to the checkpoints of one family: the widths of the real model, its tensors and its configuration.
 
-    ``first_layer`` is the table of layer 0 where that differs (a dense layer before mixture-of-experts layers).
+    ``first_layer`` is the table of layer 0 where that differs (a dense layer before mixture-of-experts layers);
+    ``wanted_layers`` is how deep a small checkpoint of it should be, before it may be as wide as the real one.
     """
 
     model_type: str
@@ -169,6 +170,7 @@ class Family:
     before: tuple[Row, ...] = _rows("model.embed_tokens.weight bf16 V H")
     after: tuple[Row, ...] = _rows("model.norm.weight bf16 H", "lm_head.weight bf16 V H")
     config: Mapping[str, Any] = field(default_factory=dict)
+    wanted_layers: int = 8
 
     @property
     def least_layers(self) -> int:
@@ -268,6 +270,7 @@ FAMILIES: dict[str, Family] = {
             **_heads(32, 8, 128),
             "vocab_size": Width(128256, 64),
         },
+        wanted_layers=24,  # as small models have: Qwen 2.5 0.5B
         layer=_layer(NORMS, ATTENTION, DENSE),
         config={"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False},
     ),
@@ -280,6 +283,7 @@ FAMILIES: dict[str, Family] = {
             **_heads(32, 8, 128),
             "vocab_size": Width(151936, 64),
         },
+        wanted_layers=24,
         layer=_layer(NORMS, ATTENTION, QK_NORM, DENSE),
         config={"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False},
     ),
@@ -292,6 +296,7 @@ FAMILIES: dict[str, Family] = {
             **_heads(24, 8, 128),
             "vocab_size": Width(200064, 64),
         },
+        wanted_layers=24,
         layer=_layer(NORMS, FUSED),
         after=_rows("model.norm.weight bf16 H"),
         config={"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True},
@@ -488,8 +493,8 @@ SCALES = tuple(part * 0.5**halvings for halvings in range(10) for part in (1.0, 
 def fit(name: str, size_bytes: int, **fixed: int) -> Model:
     """Return the widest model of the family ``name`` that has about ``size_bytes`` of tensors.
 
-    Eight layers matter more than real widths, real widths more than further layers; the vocabulary takes up what whole
-    layers leave.
+    The wanted number of layers matters more than real widths, real widths more than further layers; the vocabulary
+    takes up what whole layers leave.
 
     Parameters
     ----------
@@ -503,7 +508,7 @@ def fit(name: str, size_bytes: int, **fixed: int) -> Model:
     """
     family = family_named(name)
     models = [model for scale in SCALES if (model := _fit_at(family, size_bytes, scale, fixed))]
-    for least_layers in (8, 4, 2, 1):
+    for least_layers in (family.wanted_layers, 8, 4, 2, 1):
         deep = [(_miss(model, size_bytes), model) for model in models if model.num_layers >= least_layers]
         close = next((model for miss, model in deep if miss <= 0.01), None)
         closest = close or min(deep, key=lambda pair: pair[0], default=(1.0, None))[1]

@@ -1,0 +1,102 @@
+"""Plans: every byte of the placements once and in file order, in pieces that are neither too long nor too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadmaster.checkpoint import vectored
+from loadmaster.checkpoint.folder import open_checkpoint
+from loadmaster.checkpoint.pieces import Piece, plan_pieces
+from loadmaster.checkpoint.placement import Placement, place_whole
+from loadmaster.checkpoint.reader import read_pieces
+from loadmaster.checkpoint.target import new_memory
+
+from .helpers.checkpoints import checkpoint_of, columns
+from .helpers.files import assert_same, library_tensors, write_file
+
+
+def spans(piece: Piece) -> Iterator[tuple[int, int, int, int]]:
+    """What a piece moves: (offset in the file, buffer, offset in the buffer, bytes) of each stretch."""
+    if piece.run is None:
+        position = piece.offset
+        for buffer, start, stop in piece.vectors:
+            yield position, id(buffer), start, stop - start
+            position += stop - start
+        return
+    for number in range(piece.run.num_runs):
+        source = piece.run.source + number * piece.run.source_stride
+        target = piece.run.target + number * piece.run.target_stride
+        yield source, id(piece.buffer), target, piece.run.num_bytes
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_pieces_move_every_byte_once_in_file_order(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
+    files = data.draw(st.integers(1, min(3, len(shapes))))
+    checkpoint = checkpoint_of(*shapes, folder=tmp_path_factory.mktemp("plan"), files=files)
+    placements = []
+    for entry in checkpoint.values():
+        rows, width = entry.shape
+        start = data.draw(st.integers(0, width - 1))
+        stop = data.draw(st.integers(start + 1, width))
+        keep = data.draw(st.booleans())
+        placements.append(columns(checkpoint, entry.name, start, stop) if keep else place_whole([entry])[0])
+        assert rows
+    placements = data.draw(st.permutations(placements))
+    piece_bytes = data.draw(st.integers(1, 200))
+    _, destinations = new_memory(placements)
+    pieces = plan_pieces(placements, destinations, piece_bytes)
+
+    assert [(piece.file, piece.offset) for piece in pieces] == sorted((piece.file, piece.offset) for piece in pieces)
+    moved: Counter[tuple[str, int, int]] = Counter()
+    for piece in pieces:
+        assert sum(size for *_, size in spans(piece)) == piece.num_bytes
+        assert piece.num_bytes <= piece_bytes or piece.run is not None
+        assert len(piece.vectors) <= vectored.MAX_VECTORS
+        for source, buffer, target, size in spans(piece):
+            assert buffer == id(destinations.buffers[0])
+            moved.update((piece.file, source + number, target + number) for number in range(size))
+    wanted: Counter[tuple[str, int, int]] = Counter()
+    for placement, begin in zip(placements, destinations.offsets, strict=True):
+        rows, width = placement.entry.shape
+        start, stop = (placement.moves[0].start, placement.moves[0].stop) if placement.moves else (0, width)
+        for row in range(rows):
+            for byte in range(2 * (stop - start)):
+                source = placement.entry.offset + 2 * (row * width + start) + byte
+                wanted[placement.entry.file, source, begin + 2 * row * (stop - start) + byte] += 1
+    assert moved == wanted
+
+
+@pytest.mark.parametrize("turn", [list, lambda placements: placements[::-1]], ids=["file order", "reversed"])
+def test_small_neighbours_share_a_call_and_long_ones_are_cut(
+    tmp_path: Path, turn: Callable[[list[Placement]], list[Placement]]
+) -> None:
+    checkpoint = checkpoint_of(*[(4, 8)] * 3000, (1024, 5000), folder=tmp_path)
+    placements = turn(place_whole(checkpoint.values()))
+    tensors, destinations = new_memory(placements)
+    pieces = plan_pieces(placements, destinations, 1 << 20)
+    assert len(pieces) < 3 + 2 + 10
+    assert max(len(piece.vectors) for piece in pieces) <= vectored.MAX_VECTORS
+    assert max(piece.num_bytes for piece in pieces) <= 1 << 20
+    read_pieces(pieces, checkpoint.files, 2)
+    for name, wanted in library_tensors(*map(Path, checkpoint.files)).items():
+        assert_same(tensors[name], wanted, name)
+
+
+def test_empty_tensors_need_no_piece(tmp_path: Path) -> None:
+    tensors = {"a": torch.empty(0, 3), "b": torch.empty(2, 0), "c": torch.ones(())}
+    checkpoint = open_checkpoint(write_file(tmp_path / "empty.safetensors", tensors))
+    placements = place_whole(checkpoint.values())
+    _, destinations = new_memory(placements)
+    assert [piece.num_bytes for piece in plan_pieces(placements, destinations)] == [4]
+    assert plan_pieces(placements[:2], new_memory(placements[:2])[1]) == []
