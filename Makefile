@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-DEMO := .demo/llama
-DEMO_SIZE ?= 1GiB
+DEMO := .demo/qwen-moe
+DEMO_SIZE ?= 700MiB
 
 .DEFAULT_GOAL := help
 .PHONY: help install test lint types demo figures clean
@@ -28,8 +28,8 @@ lint: $(INSTALLED) ## ruff
 types: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-demo: $(INSTALLED) ## a checkpoint into 4 ranks, as torch does it by default and with loadmaster
-	$(BIN)/loadmaster bench make-checkpoint $(DEMO) --family llama --size $(DEMO_SIZE)
+demo: $(INSTALLED) ## a mixture-of-experts checkpoint into 4 ranks, as torch does it by default and with loadmaster
+	$(BIN)/loadmaster bench make-checkpoint $(DEMO) --family qwen-moe --size $(DEMO_SIZE)
 	$(BIN)/loadmaster bench load $(DEMO) --ranks 4 --arms torch-default,loadmaster --repeat 3 --verify
 
 figures: $(INSTALLED) ## the figures of the README, measured here (about 15 minutes)
