@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO := .demo/qwen-moe
-DEMO_SIZE ?= 700MiB
+DEMO_SIZE ?= 512MiB
 
 .DEFAULT_GOAL := help
 .PHONY: help install test lint types demo figures clean

@@ -19,7 +19,8 @@ from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.target import new_memory
 
 from .helpers.checkpoints import checkpoint_of, columns
-from .helpers.files import assert_same, library_tensors, write_file
+from .helpers.files import assert_same, described, library_tensors, write_file, write_raw
+from .helpers.headers import Pairs, dump
 
 
 def spans(piece: Piece) -> Iterator[tuple[int, int, int, int]]:
@@ -100,3 +101,17 @@ def test_empty_tensors_need_no_piece(tmp_path: Path) -> None:
     _, destinations = new_memory(placements)
     assert [piece.num_bytes for piece in plan_pieces(placements, destinations)] == [4]
     assert plan_pieces(placements[:2], new_memory(placements[:2])[1]) == []
+
+
+def test_files_are_told_apart_where_one_ends_at_the_offset_at_which_the_next_begins(tmp_path: Path) -> None:
+    one = dump(Pairs([("a", described("U8", [40], 0, 40))]))
+    two = dump(Pairs([("b", described("U8", [40], 0, 40))])).ljust(len(one) + 40)
+    write_raw(tmp_path / "1.safetensors", one, bytes(range(40)))
+    write_raw(tmp_path / "2.safetensors", two, bytes(range(100, 140)))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint["b"].offset == checkpoint["a"].offset + 40
+    placements = place_whole(checkpoint.values())
+    tensors, destinations = new_memory(placements)
+    read_pieces(plan_pieces(placements, destinations), checkpoint.files, 1)
+    assert tensors["a"].tolist() == [*range(40)]
+    assert tensors["b"].tolist() == [*range(100, 140)]

@@ -30,6 +30,7 @@ from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import run_ranks
 from loadmaster.share import Share, plan_shares
 from loadmaster.threads.environment import rank_environment
+from loadmaster.threads.importing import require_torch
 
 __all__ = ["arms_for", "bench_load"]
 
@@ -98,7 +99,7 @@ def bench_load(
     InputError
         An arm that does not exist.
     """
-    import_torch()
+    require_torch()
     checkpoint = open_checkpoint(path)
     here = host()
     known = arms_for(here.compute_cpus)

@@ -20,6 +20,7 @@ from loadmaster.launch.spawn import run_ranks
 from loadmaster.observe.report import RankReport, Report, Verified
 from loadmaster.share import Share
 from loadmaster.threads.environment import rank_environment
+from loadmaster.threads.importing import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,7 @@ def load_ranks(
         A rank failed; see `run_ranks`.
     """
     started = time.monotonic()
-    import_torch()
+    require_torch()  # its import would make a wrong path wait for two seconds
     checkpoint = open_checkpoint(path)
     place(checkpoint, settings.shard(0), _dtype(settings))
     jobs = [
