@@ -141,7 +141,7 @@ def parse_header(file: str, text: bytes, file_bytes: int) -> tuple[list[Entry], 
     """Turn the JSON ``text`` of a header into entries and metadata, checked against a file of ``file_bytes`` bytes."""
     document = _parse_json(file, text)
     if b"-0" in text or any(type(info) is dict and len(info) > 3 for info in document.values()):
-        _parse_strictly(file, text)
+        document = _parse_strictly(file, text)
     metadata = _check_metadata(file, document.pop("__metadata__", None))
     _check_utf8(file, [*document, *metadata, *metadata.values()])
     start = 8 + len(text)
@@ -173,23 +173,23 @@ def _parse_json(file: str, text: bytes) -> dict[str, Any]:
     return document
 
 
-def _parse_strictly(file: str, text: bytes) -> None:
-    """Refuse what Python's JSON takes and the reference's does not, in fields that nobody reads as well.
+def _parse_strictly(file: str, text: bytes) -> dict[str, Any]:
+    """Parse as the reference's JSON does where Python's takes more, in fields that nobody reads as well.
 
     Called for the rare header that holds a foreign field or what may be a minus zero: it costs twice the parsing.
     """
     try:
-        document = json.loads(text, parse_int=_strict_integer, parse_float=_strict_float)
+        document: dict[str, Any] = json.loads(text, parse_int=_strict_integer, parse_float=_strict_float)
         json.dumps(document, ensure_ascii=False).encode("utf-8")
         _check_depth(document)
     except (ValueError, RecursionError) as broken:
         raise CheckpointError(f"{file}: the header is not valid JSON: {broken}") from None
+    return document
 
 
-def _strict_integer(word: str) -> int:
-    if word == "-0" or math.isinf(float(word)):
-        raise ValueError(f"{word[:20]} is no 64-bit number")
-    return int(word)
+def _strict_integer(word: str) -> int | float:
+    """A minus zero is a float there, and so no size."""
+    return _strict_float(word) if word == "-0" or math.isinf(float(word)) else int(word)
 
 
 def _strict_float(word: str) -> float:
