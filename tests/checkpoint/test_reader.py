@@ -140,10 +140,19 @@ def test_conversion_of_rows_longer_than_the_scratch(matrices: Checkpoint, truth:
     assert_same(tensors["wide"], truth["wide"][:, 1:700_001].double())
 
 
-def test_torch_keeps_its_threads_in_the_calling_thread(matrices: Checkpoint) -> None:
+def test_torch_keeps_its_threads_everywhere_else(matrices: Checkpoint) -> None:
+    """In the thread that loads, and in one that starts afterwards."""
     before = torch.get_num_threads()
-    read(matrices, [columns(matrices, "wide", 1, 700_001, "F64")])
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        read(matrices, [columns(matrices, "wide", 1, 700_001, "F64")])
+        seen = [torch.get_num_threads()]
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 3]
 
 
 def test_conversion_runs_without_a_team_of_threads(matrices: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +394,9 @@ def test_keyboard_interrupt_ends_the_reading(matrices: Checkpoint, when: str) ->
     class Interrupting(Slow):
         def __getitem__(self, index: Any) -> Any:
             if index == 0:
-                while threads == 2 and len(left_behind(patience=0)) < threads + 1:  # the threads and the open file
+                for _ in range(5000):  # until the threads and the file are there
+                    if threads != 2 or len(left_behind(patience=0)) == threads + 1:
+                        break
                     time.sleep(0.001)
                 os.kill(os.getpid(), signal.SIGINT)
                 sent.set()

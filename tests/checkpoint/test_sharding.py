@@ -248,6 +248,7 @@ def placed(tmp_path: Path, tensors: Mapping[str, Any], ranks: int, config: Any =
             {"num_attention_heads": 8, "num_key_value_heads": 6},
             ["6 heads", "4 ranks"],
         ),
+        ({ATTENTION + "k_proj.weight": (24, 4)}, 4, {"num_attention_heads": 6}, ["6 heads"]),
         ({ATTENTION + "sinks": (6,)}, 4, {"num_attention_heads": 6}, ["6 heads"]),
         ({ATTENTION + "qkv_proj.weight": (12, 4)}, 2, {}, ["num_attention_heads", "num_key_value_heads"]),
         ({ATTENTION + "qkv_proj.weight": (13, 4)}, 2, {"num_attention_heads": 2}, ["13 rows", "num_attention_heads"]),

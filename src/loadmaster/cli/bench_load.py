@@ -55,7 +55,7 @@ def _print_record(record: BenchRecord) -> None:
 
     console = report_console()
     limit = record.arms[0]
-    slowest = max(record.arms, key=lambda arm: arm.median)
+    slowest = max(record.arms[1:], key=lambda arm: arm.median)
     headings = ("arm", "median s", "min", "max", "GiB/s", "of the\nlimit", "us a\ntensor", "x the\nslowest")
     rows = [
         [
