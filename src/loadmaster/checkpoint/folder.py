@@ -187,9 +187,16 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file:
             raise CheckpointError(f"{index}: tensor {name!r} has {file!r} where a file name is needed")
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or "\0" in file:
-            raise CheckpointError(f"{index}: tensor {name!r} points outside the folder, to {file!r}")
+    outside = {file for file in set(weight_map.values()) if _leads_outside(file)}
+    if outside:
+        name, file = next(item for item in weight_map.items() if item[1] in outside)
+        raise CheckpointError(f"{index}: tensor {name!r} points outside the folder, to {file!r}")
     return weight_map
+
+
+def _leads_outside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file
 
 
 def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
@@ -201,11 +208,12 @@ def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
 
 
 def _check_index(checkpoint: Checkpoint, index: Path, weight_map: dict[str, str]) -> None:
+    paths = {file: os.fspath(index.parent / file) for file in set(weight_map.values())}
     for name, file in weight_map.items():
         entry = checkpoint.get(name)
         if entry is None:
             raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
-        if entry.file != os.fspath(index.parent / file):
+        if entry.file != paths[file]:
             raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {entry.file}")
 
 

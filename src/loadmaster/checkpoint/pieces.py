@@ -121,10 +121,14 @@ def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_b
 
 
 def _part_of(run: Run, first: int, count: int, begin: int) -> Run:
-    return run._replace(
-        source=run.source + first * run.source_stride,
-        target=begin + run.target + first * run.target_stride,
-        num_runs=count,
+    source, source_stride, target, target_stride, num_bytes, _ = run
+    return Run(
+        source + first * source_stride,
+        source_stride,
+        begin + target + first * target_stride,
+        target_stride,
+        num_bytes,
+        count,
     )
 
 

@@ -9,6 +9,7 @@ a fixed stride in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -96,30 +97,36 @@ def runs_of(placement: Placement) -> list[Run]:
     if not placement.moves:
         size = entry.num_bytes
         return [Run(entry.offset, size, 0, size, size, 1)] if size else []
-    return [run for move in placement.moves for run in _run_of(placement, move)]
+    begin = entry.offset
+    relative = _runs_of_moves(
+        tuple(placement.moves), tuple(entry.storage_shape), tuple(placement.shape), item_bytes(entry.dtype)
+    )
+    return [Run(begin + run[0], *run[1:]) for run in relative]
 
 
-def _run_of(placement: Placement, move: Move) -> list[Run]:
-    entry = placement.entry
-    source, target = entry.storage_shape, placement.shape
-    outer = math.prod(source[: move.dim])
-    inner = math.prod(source[move.dim + 1 :]) * item_bytes(entry.dtype)
-    size = (move.stop - move.start) * inner
-    if not size or not outer:
-        return []
+@functools.lru_cache(maxsize=1024)
+def _runs_of_moves(
+    moves: tuple[Move, ...], source: tuple[int, ...], target: tuple[int, ...], item: int
+) -> tuple[Run, ...]:
+    """The runs of an entry that begins at offset 0: the layers and experts of a model have few different ones."""
+    runs = (_run_of(move, source, target, item) for move in moves)
+    return tuple(run for run in runs if run.num_bytes and run.num_runs)
+
+
+def _run_of(move: Move, source: tuple[int, ...], target: tuple[int, ...], item: int) -> Run:
+    inner = math.prod(source[move.dim + 1 :]) * item
     run = Run(
-        source=entry.offset + move.start * inner,
+        source=move.start * inner,
         source_stride=source[move.dim] * inner,
         target=move.at * inner,
         target_stride=target[move.dim] * inner,
-        num_bytes=size,
-        num_runs=outer,
+        num_bytes=(move.stop - move.start) * inner,
+        num_runs=math.prod(source[: move.dim]),
     )
     if run.num_bytes == run.source_stride == run.target_stride:
-        return [
-            run._replace(num_bytes=size * outer, source_stride=size * outer, target_stride=size * outer, num_runs=1)
-        ]
-    return [run]
+        whole = run.num_bytes * run.num_runs
+        return run._replace(num_bytes=whole, source_stride=whole, target_stride=whole, num_runs=1)
+    return run
 
 
 def check_placements(placements: Iterable[Placement]) -> None:
