@@ -5,6 +5,9 @@
     lm.host()                                       what this process may use, with reasons
     lm.share()                                      this process's part of it
     with lm.load_threads(): ...                     any loader inside runs with the share
+    with lm.load_pool(max_workers=32) as pool: ...  an executor that stays inside the share, teams included
+    for name, tensor in lm.paced(weights): ...      a weights iterator in step with the share
+    lm.set_process_threads(lm.share())              once, in a process that does nothing but load
     lm.load(target, path, shard=lm.Shard(rank=0, ranks=2))
     lm.open_checkpoint(path), lm.iter_tensors(path)
 
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from loadmaster.host import Host
     from loadmaster.observe.report import Report
     from loadmaster.share import Share
+    from loadmaster.threads.pace import paced
+    from loadmaster.threads.pool import load_pool
     from loadmaster.threads.scope import load_threads
+    from loadmaster.threads.setup import set_process_threads
 
 __version__ = "0.1.0"
 
@@ -49,8 +55,11 @@ __all__ = [
     "host",
     "iter_tensors",
     "load",
+    "load_pool",
     "load_threads",
     "open_checkpoint",
+    "paced",
+    "set_process_threads",
     "share",
 ]
 
@@ -67,8 +76,11 @@ _HOMES = {
     "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
     "iter_tensors": "loadmaster.checkpoint.load",
     "load": "loadmaster.checkpoint.load",
+    "load_pool": "loadmaster.threads.pool",
     "load_threads": "loadmaster.threads.scope",
     "open_checkpoint": "loadmaster.checkpoint.folder",
+    "paced": "loadmaster.threads.pace",
+    "set_process_threads": "loadmaster.threads.setup",
 }
 
 

@@ -9,7 +9,7 @@ import threadpoolctl
 import torch
 
 from loadmaster.threads import openmp
-from loadmaster.threads.openmp import openmp_controllers, set_threads_here, use_one_thread_here
+from loadmaster.threads.openmp import RunTimes, run_times, set_threads_here, use_one_thread_here
 from threads.conftest import counts, in_fresh_thread
 
 
@@ -54,7 +54,7 @@ def test_any_number_can_be_set_here(threads: int) -> None:
 
 def test_the_run_time_that_torch_has_loaded_is_found() -> None:
     paths = {row["filepath"] for row in threadpoolctl.threadpool_info() if row["user_api"] == "openmp"}
-    assert {controller.filepath for controller in openmp_controllers()} == paths
+    assert {controller.filepath for controller in run_times().openmp} == paths
     assert paths
 
 
@@ -62,7 +62,7 @@ def test_without_a_run_time_nothing_is_set_and_nothing_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A build of torch without OpenMP is not here."""
-    monkeypatch.setattr(openmp, "openmp_controllers", list)
+    monkeypatch.setattr(openmp, "run_times", lambda: RunTimes((), ()))
     with caplog.at_level(logging.DEBUG, "loadmaster"):
         assert set_threads_here(1) is False
         use_one_thread_here()

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loadmaster.errors import InputError
 from loadmaster.host.affinity import Affinity, read_affinity
@@ -23,7 +24,7 @@ from loadmaster.host.notices import warn_once
 from loadmaster.host.topology import CPU_FOLDER, read_topology
 from loadmaster.host.usable import Sources, keep_usable, list_limits, usable_cores, usable_cpus
 
-__all__ = ["Host", "host", "read_host"]
+__all__ = ["Host", "host", "read_host", "recent_host"]
 
 
 class _Request(NamedTuple):
@@ -119,6 +120,22 @@ def read_host(
 def host() -> Host:
     """Read what this process may use, at this moment."""
     return read_host()
+
+
+def recent_host() -> Host:
+    """Return the host as it was at most a second ago: for callers that come often, such as every scope."""
+    global _recent
+    key = (os.getpid(), os.environ.get("LOADMASTER_CPUS"), read_affinity())
+    now = time.monotonic()
+    if _recent is None or _recent[0] != key or now - _recent[1] > RECENT_SECONDS:
+        _recent = (key, now, read_host())
+    return _recent[2]
+
+
+RECENT_SECONDS = 1.0
+"""How old `recent_host` may be: reading takes 0.5 to 1 ms, and quotas are changed by people and orchestrators."""
+
+_recent: tuple[Any, float, Host] | None = None
 
 
 def _read(request: _Request) -> Host:

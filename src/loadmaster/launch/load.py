@@ -15,6 +15,7 @@ from loadmaster.checkpoint.load import load_rank, place
 from loadmaster.checkpoint.sharding import Shard
 from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
 from loadmaster.checkpoint.verify import verify_placements
+from loadmaster.host import recent_host
 from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import run_ranks
 from loadmaster.observe.report import RankReport, Report, Verified
@@ -89,7 +90,10 @@ def load_ranks(
         _Job(path=os.fspath(path), rank=rank, settings=settings, share=share, started=started)
         for rank, share in enumerate(shares)
     ]
-    environments = [rank_environment(share.threads, rank, len(shares)) for rank, share in enumerate(shares)]
+    cores = recent_host().compute_cpus
+    environments = [
+        rank_environment(share.threads, rank, len(shares), cores=cores) for rank, share in enumerate(shares)
+    ]
     done = run_ranks(
         "loadmaster.launch.load:load_in_rank",
         jobs,

@@ -59,10 +59,10 @@ def read_settings(threads: int | None, environ: Mapping[str, str], assigned_cpus
     InputError
         If ``threads`` or ``LOADMASTER_THREADS`` is no number of at least 1.
     """
-    ours = environ.get("LOADMASTER_THREADS")
+    ours = environ.get("LOADMASTER_THREADS", "").strip()  # blank is as good as unset
     if threads is not None:
         return Settings(explicit=Bound(parse_count(threads, "--threads"), "--threads"))
-    if ours is not None:
+    if ours:
         return Settings(explicit=Bound(parse_count(ours, "LOADMASTER_THREADS"), "LOADMASTER_THREADS"))
     bounds = [] if not assigned_cpus else [Bound(max(1, int(assigned_cpus)), f"Ray assigned {assigned_cpus:g} CPUs")]
     text = environ.get("OMP_NUM_THREADS")

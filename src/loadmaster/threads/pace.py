@@ -1,0 +1,48 @@
+"""A weights iterator that keeps torch's thread count in step with the share while its caller loads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from loadmaster.threads.scope import LoadThreads, Threads, load_threads
+
+__all__ = ["paced"]
+
+_Item = TypeVar("_Item")
+
+LOOK_SECONDS = 0.1
+"""How often the share is looked at. Between two looks an item costs one reading of the clock."""
+
+
+def paced(weights: Iterable[_Item], threads: Threads = "auto") -> Iterator[_Item]:
+    """Yield the items of ``weights`` within the scope of `load_threads`, whose count follows the share meanwhile.
+
+    The scope is open from the first item to the last one, or until the iterator is closed or dropped, in the thread
+    that iterates; the loop's body runs in it.
+
+    Parameters
+    ----------
+    weights : iterable
+        Such as an engine's iterator of ``(name, tensor)``.
+    threads : int or "auto"
+        As for `load_threads`; an explicit number does not follow.
+
+    Raises
+    ------
+    InputError
+        ``threads`` is neither ``auto`` nor a positive integer.
+    """
+    return _paced(weights, load_threads(threads))
+
+
+def _paced(weights: Iterable[_Item], scope: LoadThreads) -> Iterator[_Item]:
+    clock = time.monotonic
+    with scope:
+        due = clock() + LOOK_SECONDS
+        for item in weights:
+            yield item
+            if clock() >= due:
+                scope.follow()
+                due = clock() + LOOK_SECONDS
