@@ -32,8 +32,11 @@ NAMES = [
     "host",
     "iter_tensors",
     "load",
+    "load_pool",
     "load_threads",
     "open_checkpoint",
+    "paced",
+    "set_process_threads",
     "share",
 ]
 
@@ -43,7 +46,10 @@ SIGNATURES = {
         "(workers: 'int | None' = None, *, threads: 'int | None' = None, host: 'Host | None' = None, "
         "environ: 'Mapping[str, str] | None' = None) -> 'Share'"
     ),
-    "load_threads": "(threads: \"int | Literal['auto']\" = 'auto') -> 'Iterator[Share]'",
+    "load_threads": "(threads: 'Threads' = 'auto', *, only: 'Only | None' = None) -> 'LoadThreads'",
+    "load_pool": "(max_workers: 'int | None' = None, threads: 'Threads' = 'auto') -> 'Iterator[ThreadPoolExecutor]'",
+    "paced": "(weights: 'Iterable[_Item]', threads: 'Threads' = 'auto') -> 'Iterator[_Item]'",
+    "set_process_threads": "(share: 'Share | int', inter_op: 'bool' = False) -> 'None'",
     "load": (
         "(target: 'torch.nn.Module | MutableMapping[str, torch.Tensor]', "
         "path: 'str | os.PathLike[str] | Checkpoint', *, shard: 'Shard | None' = None, "
@@ -186,6 +192,9 @@ def test_what_needs_no_torch_works_without_it(checkpoint: Path) -> None:
         "next(lm.iter_tensors(path))",
         "lm.open_checkpoint(path).read('norm.weight')",
         "lm.load_threads(1).__enter__()",
+        "lm.load_pool(1).__enter__()",
+        "next(lm.paced([1]))",
+        "lm.set_process_threads(1)",
     ],
 )
 def test_a_missing_torch_is_one_sentence_with_the_command_that_installs_it(call: str, checkpoint: Path) -> None:

@@ -66,10 +66,17 @@ def test_the_argument_comes_before_the_variable_and_both_before_openmp() -> None
     assert read_settings(None, environ).bounds == ()
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "auto", "", "1.5"])
+@pytest.mark.parametrize("value", ["0", "-1", "auto", "1.5", "2 threads"])
 def test_an_unusable_variable_of_ours_raises(value: str) -> None:
     with pytest.raises(InputError, match=f"LOADMASTER_THREADS must be a whole number of at least 1, not '{value}'"):
         read_settings(None, {"LOADMASTER_THREADS": value})
+
+
+@pytest.mark.parametrize("value", ["", " ", "\t\n"])
+def test_a_blank_variable_of_ours_is_as_good_as_unset(value: str) -> None:
+    assert read_settings(None, {"LOADMASTER_THREADS": value}) == read_settings(None, {})
+    environ = {"LOADMASTER_THREADS": value, "OMP_NUM_THREADS": "2"}
+    assert read_settings(None, environ).bounds == (Bound(2, "OMP_NUM_THREADS=2"),)
 
 
 @pytest.mark.parametrize("value", [0, -1])

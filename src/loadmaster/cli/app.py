@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from loadmaster.cli import bench_load, bench_make_checkpoint, load, plan
+from loadmaster.cli import bench_load, bench_make_checkpoint, bench_scope, load, plan
 from loadmaster.errors import LoadmasterError
 
 __all__ = ["app", "run"]
@@ -32,6 +32,7 @@ app.command("plan")(plan.plan)
 app.command("load")(load.load)
 app.add_typer(bench)
 bench.command("load")(bench_load.bench_load)
+bench.command("scope")(bench_scope.bench_scope)
 bench.command("make-checkpoint")(bench_make_checkpoint.make_checkpoint)
 
 # typer carries its own copy of click since 0.2x and used the package before: this is the base of both.
