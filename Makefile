@@ -37,6 +37,7 @@ figures: $(INSTALLED) ## the figures of the README, measured here (about 15 minu
 	$(BIN)/loadmaster bench load .demo/figures --ranks 1
 	$(BIN)/loadmaster bench load .demo/figures --ranks 2
 	$(BIN)/loadmaster bench load .demo/figures --ranks 4
+	$(BIN)/loadmaster bench scope
 	$(BIN)/loadmaster bench make-checkpoint .demo/small --family small-tensors --tensors 100000
 	$(BIN)/loadmaster bench load .demo/small --ranks 1 --arms loadmaster
 

@@ -16,8 +16,9 @@ HELP = {
     "": ["plan", "load", "bench"],
     "load": ["CKPT", "--ranks", "--shard", "--threads", "--tp-plan", "--dtype", "--verify", "--quiet", "--json"],
     "plan": ["--ranks", "--json"],
-    "bench": ["load", "make-checkpoint"],
+    "bench": ["load", "scope", "make-checkpoint"],
     "bench load": ["CKPT", "--arms", "--repeat", "--verify", "--json"],
+    "bench scope": ["--ranks", "--copy-bytes", "--seconds", "--repeat", "--json"],
     "bench make-checkpoint": ["DIR", "--family", "--size"],
 }
 HEAVY = {"torch", "numpy", "safetensors", "psutil", "multiprocessing", "rich", "threadpoolctl"}

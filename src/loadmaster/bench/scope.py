@@ -79,7 +79,7 @@ def bench_scope(
     say = on_step or (lambda step: None)
     arms: list[ArmResult] = []
     for number in ranks:
-        say(f"{number} ranks that copy")
+        say(f"copies of {number} rank{'s' * (number > 1)}")
         arms += _collapse(number, ScopeJob(repeat=repeat, seconds=seconds, copy_bytes=copy_bytes))
     if host().compute_cpus > 1:
         say("a rank that was started with one thread")
