@@ -14,7 +14,7 @@ from loadmaster.checkpoint.dtypes import item_bytes
 from loadmaster.checkpoint.placement import Placement, Run, runs_of
 from loadmaster.checkpoint.vectored import MAX_VECTORS, SCRATCH_BYTES
 
-__all__ = ["Destinations", "Piece", "plan_pieces"]
+__all__ = ["Destinations", "Piece", "PlacedRun", "plan_pieces", "plan_runs"]
 
 PIECE_BYTES = 8 << 20
 """The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
@@ -50,21 +50,32 @@ def plan_pieces(
     placements: Sequence[Placement], destinations: Destinations, piece_bytes: int = PIECE_BYTES
 ) -> list[Piece]:
     """Cut the work into pieces in file order, small neighbours of a file joined into one vectored read."""
-    reads: list[tuple[str, int, int, memoryview, int]] = []
+    runs: list[PlacedRun] = []
     pieces: list[Piece] = []
     for placement, buffer, begin in zip(placements, *destinations, strict=True):
         entry = placement.entry
         if placement.dtype != entry.dtype:
             pieces += _converting_pieces(placement, buffer, begin)
-        elif not placement.moves:
-            if entry.num_bytes:
-                reads.append((entry.file, entry.offset, entry.num_bytes, buffer, begin))
         else:
-            for run in runs_of(placement):
-                if run.num_runs == 1 or run.num_bytes >= DIRECT_RUN_BYTES:
-                    reads += _single_runs(entry.file, run, buffer, begin)
-                else:
-                    pieces += _strided_pieces(entry.file, run, buffer, begin, piece_bytes)
+            runs += [(entry.file, run, buffer, begin) for run in runs_of(placement)]
+    return plan_runs(runs, piece_bytes, pieces)
+
+
+PlacedRun = tuple[str, Run, memoryview, int]
+"""A file, a run in it, and the buffer and byte at which the run's tensor begins."""
+
+
+def plan_runs(runs: Iterable[PlacedRun], piece_bytes: int = PIECE_BYTES, others: Sequence[Piece] = ()) -> list[Piece]:
+    """Cut runs into pieces in file order, with ``others`` among them; see `plan_pieces`."""
+    reads: list[tuple[str, int, int, memoryview, int]] = []
+    pieces = list(others)
+    for file, run, buffer, begin in runs:
+        if run.num_runs == 1:
+            reads.append((file, run.source, run.num_bytes, buffer, begin + run.target))
+        elif run.num_bytes >= DIRECT_RUN_BYTES:
+            reads += _single_runs(file, run, buffer, begin)
+        else:
+            pieces += _strided_pieces(file, run, buffer, begin, piece_bytes)
     reads.sort(key=lambda read: read[:2])
     pieces += _join_neighbours(reads, piece_bytes)
     pieces.sort(key=lambda piece: piece[:2])
