@@ -4,13 +4,14 @@
                  |             |  |       |
                layer      expert  projection, kind      "up weight_scale" -> bank gate_up_scale, row 17, second part
 
-A layout has one pattern and a table of banks. A bank lists its parts in order, each named ``"projection kind"``; a tensor
-without an expert in its name holds all experts along its first dimension. What ``ignore`` matches has no bank (activation
-scales); any other tensor of the experts that the table does not know is an error that names it.
+A layout has one pattern and a table of banks. A bank lists its parts in order, each named ``"projection kind"``; a
+tensor without an expert in its name holds all experts along its first dimension. What ``ignore`` matches has no bank
+(activation scales); any other tensor of the experts that the table does not know is an error that names it.
 
 As JSON (``--experts-layout FILE.json``), the same words::
 
-    {"pattern": "...", "ignore": "...", "banks": {"gate_up": {"parts": ["gate weight", "up weight"], "intermediate": 0}}}
+    {"pattern": "...", "ignore": "...",
+     "banks": {"gate_up": {"parts": ["gate weight", "up weight"], "intermediate": 0}}}
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def read_layout(path: str | os.PathLike[str]) -> BankLayout:
         raise InputError(f"{file} is not valid JSON: {broken}") from None
     if not isinstance(document, dict) or not isinstance(document.get("banks"), dict) or not document["banks"]:
         raise InputError(f"{file} is no experts layout: it needs 'pattern' and a table of 'banks'")
-    texts = {key: document.get(key, default) for key, default in (("pattern", None), ("ignore", r"(?!)"))}
+    texts: dict[str, Any] = {"pattern": document.get("pattern"), "ignore": document.get("ignore", r"(?!)")}
     unknown = set(document) - {"pattern", "ignore", "banks", "name"}
     if unknown or not all(isinstance(text, str) for text in texts.values()):
         wrong = f"it has {sorted(unknown)[0]!r}" if unknown else "'pattern' and 'ignore' must be texts"

@@ -72,8 +72,8 @@ def _print_record(record: BenchRecord) -> None:
         shipped, scope = arms.pop(AS_SHIPPED), arms.pop(SCOPE)
         name, best = min(arms.items(), key=lambda row: row[1].median)
         console.print(
-            f"{ranks} rank{'s' * (ranks > 1)}: the scope is {shipped.median / scope.median:.1f} times as fast as torch as shipped, and "
-            f"takes {scope.median / best.median:.2f} of the time of the best fixed count, {name}",
+            f"{ranks} rank{'s' * (ranks > 1)}: the scope is {shipped.median / scope.median:.1f} times as fast as torch "
+            f"as shipped, and takes {scope.median / best.median:.2f} of the time of the best fixed count, {name}",
             soft_wrap=True,
         )
 
