@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -35,15 +36,18 @@ def import_torch() -> ModuleType:
 
 @contextlib.contextmanager
 def kept_affinity() -> Iterator[None]:
-    """Give the calling thread its affinity mask back after the block, where that changed it."""
+    """Give the calling thread its affinity mask back after the block, where that changed it.
+
+    A block that ends in another thread, such as a generator's that another thread closes, leaves that one's mask alone.
+    """
     if not hasattr(os, "sched_getaffinity"):
         yield
         return
-    before = os.sched_getaffinity(0)
+    thread, before = threading.get_ident(), os.sched_getaffinity(0)
     try:
         yield
     finally:
-        if os.sched_getaffinity(0) != before:
+        if threading.get_ident() == thread and os.sched_getaffinity(0) != before:
             with contextlib.suppress(OSError):  # the CPUs went away meanwhile
                 os.sched_setaffinity(0, before)
 
