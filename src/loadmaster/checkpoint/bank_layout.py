@@ -46,8 +46,10 @@ class Bank:
         A part is gate and up in one tensor, one after the other along its rows.
     interleaved
         As ``halves``, but gate and up rows alternate in the file; in the bank they are halves.
+    scales
+        The bank of the weights that this one scales in blocks, whose borders a rank's part has to keep.
     block
-        Rows or columns of the weight that one element along ``intermediate`` stands for (128 for FP8 block scales).
+        Rows or columns of those weights that one scale along ``intermediate`` stands for.
     spread
         The parts are scalars, each spread over its rows of this other bank, as float16.
     reciprocal
@@ -58,6 +60,7 @@ class Bank:
     intermediate: int | None = None
     halves: bool = False
     interleaved: bool = False
+    scales: str = ""
     block: int = 1
     spread: str = ""
     reciprocal: bool = False
@@ -82,10 +85,9 @@ class BankLayout:
             if text == self.pattern and not {"layer", "projection"} <= set(groups):
                 raise InputError(f"experts layout {self.name!r}: the pattern needs the groups layer and projection")
         for name, bank in self.banks.items():
-            if bank.spread and bank.spread not in self.banks:
-                raise InputError(
-                    f"experts layout {self.name!r}: {name} is spread over {bank.spread!r}, which is no bank"
-                )
+            for other in filter(None, (bank.spread, bank.scales)):
+                if other not in self.banks:
+                    raise InputError(f"experts layout {self.name!r}: {name} goes by {other!r}, which is no bank of it")
             for index, part in enumerate(bank.parts):
                 if part in self._places:
                     raise InputError(f"experts layout {self.name!r}: {part!r} has two places")
@@ -155,9 +157,11 @@ LAYOUTS: dict[str, BankLayout] = {
             pattern=_GATE_UP_DOWN + r"(?P<kind>weight|weight_scale_inv)",
             banks={
                 "gate_up": _pair("gate weight", "up weight", intermediate=0),
-                "gate_up_scale": _pair("gate weight_scale_inv", "up weight_scale_inv", intermediate=0, block=128),
+                "gate_up_scale": _pair(
+                    "gate weight_scale_inv", "up weight_scale_inv", intermediate=0, scales="gate_up", block=128
+                ),
                 "down": _one("down weight", intermediate=1),
-                "down_scale": _one("down weight_scale_inv", intermediate=1, block=128),
+                "down_scale": _one("down weight_scale_inv", intermediate=1, scales="down", block=128),
             },
         ),
         BankLayout(
@@ -263,6 +267,7 @@ _KINDS: dict[str, Any] = {
     "intermediate": lambda value: value is None or (type(value) is int and value in (0, 1)),
     "halves": lambda value: isinstance(value, bool),
     "interleaved": lambda value: isinstance(value, bool),
+    "scales": lambda value: isinstance(value, str),
     "block": lambda value: type(value) is int and value > 0,
     "spread": lambda value: isinstance(value, str),
     "reciprocal": lambda value: isinstance(value, bool),

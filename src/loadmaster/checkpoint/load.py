@@ -26,7 +26,7 @@ from loadmaster.share import Share, share
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["iter_tensors", "load", "load_rank", "place", "read_slice"]
+__all__ = ["iter_tensors", "load", "load_rank", "place", "read_slice", "tensor_at"]
 
 Progress = Callable[[int, int], None]
 """Called about ten times a second with the bytes placed and the bytes of the whole."""
@@ -142,14 +142,14 @@ def _fill(aim: Target, checkpoint: Checkpoint, threads: int, clock: PhaseClock, 
             checkpoint.files,
             threads,
             (lambda done: progress(done, total)) if progress else None,
-            lambda file, offset: _tensor_at(checkpoint, file, offset),
+            lambda file, offset: tensor_at(checkpoint, file, offset),
         )
     busy = result.read_seconds + result.convert_seconds
     clock.split("read", "convert", result.convert_seconds / busy if busy else 0.0)
     return result.bytes_read
 
 
-def _tensor_at(checkpoint: Checkpoint, file: str, offset: int) -> str:
+def tensor_at(checkpoint: Checkpoint, file: str, offset: int) -> str:
     """Name the tensor that holds byte ``offset`` of ``file``: the last one that begins at or before it."""
     entries = [entry for entry in checkpoint.values() if entry.file == file]
     index = bisect.bisect_right([entry.offset for entry in entries], offset) - 1
@@ -200,7 +200,7 @@ def _batches(placements: Sequence[Placement]) -> Iterator[list[Placement]]:
 def _read_new(checkpoint: Checkpoint, placements: Sequence[Placement], threads: int) -> dict[str, torch.Tensor]:
     tensors, destinations = new_memory(placements)
     pieces = plan_pieces(placements, destinations)
-    read_pieces(pieces, checkpoint.files, threads, None, lambda file, offset: _tensor_at(checkpoint, file, offset))
+    read_pieces(pieces, checkpoint.files, threads, None, lambda file, offset: tensor_at(checkpoint, file, offset))
     return tensors
 
 

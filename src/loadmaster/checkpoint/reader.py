@@ -59,6 +59,7 @@ def read_pieces(
     threads: int,
     progress: Callable[[int], None] | None = None,
     tensor_at: Callable[[str, int], str] | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
 ) -> ReadResult:
     """Read all ``pieces`` with ``threads`` threads; return when every byte is in its place.
 
@@ -70,6 +71,9 @@ def read_pieces(
         Called in this thread about ten times a second with the bytes placed so far.
     tensor_at : callable, optional
         Names the tensor at an offset of a file, for the error that a failed read becomes.
+    on_piece : callable, optional
+        Called with each piece that is in its place, in the thread that read it; one call at a time. What it raises ends
+        the reading.
 
     Raises
     ------
@@ -79,7 +83,7 @@ def read_pieces(
     needed = {piece.file for piece in pieces}
     tensor_at = tensor_at or (lambda file, offset: "")
     with _OpenFiles({file: files[file] for file in sorted(needed)}, tensor_at) as open_files:
-        team = _Team(pieces, open_files.descriptors, tensor_at)
+        team = _Team(pieces, open_files.descriptors, tensor_at, on_piece)
         team.run(max(1, min(threads, len(pieces))), progress)
         open_files.check_unchanged()
     return team.result
@@ -128,6 +132,7 @@ class _Team:
     pieces: Sequence[Piece]
     descriptors: Mapping[str, int]
     tensor_at: Callable[[str, int], str]
+    on_piece: Callable[[Piece], None] | None = None
     result: ReadResult = field(default_factory=ReadResult)
     failure: BaseException | None = None
     _next: int = 0
@@ -165,6 +170,9 @@ class _Team:
         try:
             while (piece := self._take()) is not None:
                 worker.execute(piece)
+                if self.on_piece is not None:
+                    with self._lock:
+                        self.on_piece(piece)
         except BaseException as error:
             with self._lock:
                 self.failure = self.failure or self._explained(error, piece)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from loadmaster.checkpoint.bank_layout import BankLayout
 from loadmaster.checkpoint.dtypes import SUB_BYTE_DTYPES, import_torch, torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.placement import Move, Placement
+from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.errors import LoadmasterError, MissingDependencyError
 from loadmaster.observe.report import Verified
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VerificationError", "verify_placements"]
+__all__ = ["VerificationError", "verify_banks", "verify_placements"]
 
 CHUNK_BYTES = 64 << 20
 """The most that is taken from the reference at once."""
@@ -109,6 +112,88 @@ def _compare(placement: Placement, move: Move, tensor: torch.Tensor, expected: t
     raise VerificationError(
         f"tensor {placement.name!r} of {placement.entry.file} differs from the reference at byte {where} of {move}"
     )
+
+
+def verify_banks(
+    banks: Mapping[int, Mapping[str, torch.Tensor]],
+    checkpoint: Checkpoint,
+    layout: BankLayout,
+    experts: Sequence[int],
+    tp_rank: int = 0,
+    tp_ranks: int = 1,
+) -> Verified:
+    """Compare every byte of ``banks`` with a plain implementation: whole tensors, torch's operations, expert by expert.
+
+    Parameters
+    ----------
+    experts : sequence of int
+        The experts that the rows of the banks hold, in order.
+
+    Raises
+    ------
+    VerificationError
+        A byte differs.
+    """
+    reference = _BankReference(checkpoint, layout, tp_rank, tp_ranks)
+    number = num_bytes = 0
+    for layer, of_layer in banks.items():
+        for name, tensor in of_layer.items():
+            where = f"bank {name} of layer {layer}"
+            if tensor.shape[0] != len(experts):
+                raise VerificationError(f"{where} holds {tensor.shape[0]} experts, not {len(experts)}")
+            for row, expert in enumerate(experts):
+                ours, theirs = _bytes_of(tensor[row]), _bytes_of(reference.row(layer, name, expert))
+                if ours.shape != theirs.shape or bool((ours != theirs).any()):
+                    raise VerificationError(f"{where} differs from the reference at expert {expert}")
+            number += 1
+            num_bytes += tensor.nbytes
+    return Verified(number, num_bytes)
+
+
+class _BankReference:
+    """One expert's row of a bank, from the safetensors library's tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: BankLayout, tp_rank: int, tp_ranks: int) -> None:
+        self._files = _Reference()
+        self._layout = layout
+        self._tp_rank, self._tp_ranks = tp_rank, tp_ranks
+        self._entries: dict[tuple[int, str, int | None], Entry] = {}
+        for name, entry in checkpoint.items():
+            found = re.fullmatch(layout.pattern, name)
+            if found is not None:
+                words = found.groupdict()
+                part = " ".join(filter(None, (words["projection"], words.get("kind"))))
+                expert = words.get("expert")
+                self._entries[int(words["layer"]), part, None if expert is None else int(expert)] = entry
+
+    def row(self, layer: int, name: str, expert: int) -> torch.Tensor:
+        """What bank ``name`` of ``layer`` should hold for ``expert``."""
+        torch = import_torch()
+        bank = self._layout.banks[name]
+        if bank.spread:
+            weight = self.row(layer, bank.spread, expert)
+            scales = [self._part(layer, part, expert).float().reshape(()) for part in bank.parts]
+            scales = [scale.reciprocal() if bank.reciprocal else scale for scale in scales]
+            rows = weight.shape[0] // len(scales)
+            return torch.cat([scale.half().expand(rows) for scale in scales])  # type: ignore[no-any-return]
+        parts: list[Any] = []
+        for part in bank.parts:
+            tensor = self._part(layer, part, expert)
+            if bank.interleaved:
+                parts += [tensor[0::2], tensor[1::2]]
+            else:
+                parts += tensor.chunk(2) if bank.halves else [tensor]
+        if bank.intermediate is not None:
+            parts = [part.chunk(self._tp_ranks, bank.intermediate)[self._tp_rank] for part in parts]
+        whole = [part.contiguous().view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+        return torch.cat(whole)  # type: ignore[no-any-return]
+
+    def _part(self, layer: int, part: str, expert: int) -> torch.Tensor:
+        entry = self._entries.get((layer, part, expert))
+        if entry is not None:
+            return self._files.of(entry.file).get_tensor(entry.name)  # type: ignore[no-any-return]
+        entry = self._entries[layer, part, None]
+        return self._files.of(entry.file).get_slice(entry.name)[expert]  # type: ignore[no-any-return]
 
 
 def _compare_padding(placement: Placement, tensor: torch.Tensor) -> None:

@@ -143,9 +143,13 @@ class LoadThreads:
         return call  # type: ignore[return-value]
 
     def follow(self) -> Share:
-        """Look at the share again, and move the counts if it has changed; an explicit number never follows."""
+        """Look at the share again, and move the counts if it has changed; an explicit number never follows.
+
+        Nor does anything move from another thread, such as one that goes on with an iterator of `paced`: the count
+        that would move is that thread's own.
+        """
         assert self._share is not None
-        if self._threads != "auto" or self._thread is None or self._forced:
+        if self._threads != "auto" or self._forced or self._thread is None or not self._thread.is_here:
             return self._share
         now = share(host=recent_host())
         if now.threads != self._wanted.threads:
@@ -245,6 +249,11 @@ class _Thread:
         self._wanted: dict[LoadThreads, int] = {}
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is the record of the calling thread."""
+        return threading.get_ident() == self._ident
+
+    @property
     def now(self) -> int:
         """The count that is in force in this thread."""
         return import_torch().get_num_threads()  # type: ignore[no-any-return]
@@ -268,7 +277,7 @@ class _Thread:
         """Forget a scope: the count is that of the innermost one left, or as before. Harmless when repeated."""
         with self._lock:
             self._wanted.pop(scope, None)
-            if threading.get_ident() != self._ident:  # a generator that another thread closes, or collects
+            if not self.is_here:  # a generator that another thread closes, or collects
                 warn_once(
                     __name__,
                     "load_threads: a scope was left in another thread than it was entered in; the first one keeps its "
