@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -84,6 +86,19 @@ def mkl_threads() -> int | None:
     """What MKL uses in this thread, None for a torch without it."""
     found = re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
     return int(found[1]) if found else None
+
+
+def num_os_threads() -> int:
+    """The threads of this process as the kernel counts them, members of teams included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 20.0) -> bool:
+    """Whether something becomes true; returns as soon as it does."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(true())
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,7 @@ from hypothesis import strategies as st
 import loadmaster as lm
 from loadmaster.errors import InputError
 from loadmaster.threads.pool import divide_pool
-from threads.conftest import counts, mkl_threads, needs_two_cpus
-
-
-def num_os_threads() -> int:
-    """The threads of this process as the kernel counts them, members of teams included."""
-    return len(list(Path("/proc/self/task").iterdir()))
+from threads.conftest import counts, mkl_threads, needs_two_cpus, num_os_threads, wait_until
 
 
 def in_each_worker(pool: Any, workers: int, function: Callable[[], Any]) -> list[Any]:
@@ -132,14 +125,6 @@ def test_a_block_that_fails_cancels_what_has_not_begun(kind: type[BaseException]
         fail()
     assert [future.cancelled() for future in futures] == [False, True, True, True]
     assert counts() == (2, 2)
-
-
-def wait_until(true: Callable[[], Any], seconds: float = 20.0) -> bool:
-    """Whether something becomes true; returns as soon as it does."""
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return bool(true())
 
 
 @needs_two_cpus
