@@ -9,6 +9,7 @@
     for name, tensor in lm.paced(weights): ...      a weights iterator in step with the share
     lm.set_process_threads(lm.share())              once, in a process that does nothing but load
     lm.load(target, path, shard=lm.Shard(rank=0, ranks=2))
+    lm.load_experts(banks, path)                    the experts of a mixture of experts into banks
     lm.open_checkpoint(path), lm.iter_tensors(path)
 
 Importing changes nothing and needs no torch; the names that need it import it when they are first used.
@@ -24,6 +25,8 @@ from loadmaster.host import host
 from loadmaster.share import share
 
 if TYPE_CHECKING:
+    from loadmaster.checkpoint.bank_layout import BankLayout
+    from loadmaster.checkpoint.experts import ExpertShard, load_experts
     from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
     from loadmaster.checkpoint.load import iter_tensors, load
     from loadmaster.checkpoint.placement import Move, Placement
@@ -42,8 +45,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BankLayout",
     "Checkpoint",
     "Entry",
+    "ExpertShard",
     "Host",
     "LoadmasterError",
     "Move",
@@ -55,6 +60,7 @@ __all__ = [
     "host",
     "iter_tensors",
     "load",
+    "load_experts",
     "load_pool",
     "load_threads",
     "open_checkpoint",
@@ -64,8 +70,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BankLayout": "loadmaster.checkpoint.bank_layout",
     "Checkpoint": "loadmaster.checkpoint.folder",
     "Entry": "loadmaster.checkpoint.safetensors",
+    "ExpertShard": "loadmaster.checkpoint.experts",
     "Host": "loadmaster.host",
     "LoadmasterError": "loadmaster.errors",
     "Move": "loadmaster.checkpoint.placement",
@@ -76,6 +84,7 @@ _HOMES = {
     "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
     "iter_tensors": "loadmaster.checkpoint.load",
     "load": "loadmaster.checkpoint.load",
+    "load_experts": "loadmaster.checkpoint.experts",
     "load_pool": "loadmaster.threads.pool",
     "load_threads": "loadmaster.threads.scope",
     "open_checkpoint": "loadmaster.checkpoint.folder",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,12 @@ class Checkpoint(Mapping[str, Entry]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {len(self)} tensors, {self.num_bytes} bytes, {len(self.files)} files>"
+
+    def subset(self, keep: Callable[[str], bool]) -> Checkpoint:
+        """Return the same checkpoint with those tensors alone whose names ``keep`` wants."""
+        part = copy.copy(self)
+        part._entries = {name: entry for name, entry in self._entries.items() if keep(name)}
+        return part
 
     @property
     def num_bytes(self) -> int:

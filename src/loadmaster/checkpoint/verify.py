@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.checkpoint.bank_layout import BankLayout
 from loadmaster.checkpoint.dtypes import SUB_BYTE_DTYPES, import_torch, torch_dtype
+from loadmaster.checkpoint.experts import ExpertShard
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.placement import Move, Placement
 from loadmaster.checkpoint.safetensors import Entry
@@ -118,25 +119,19 @@ def verify_banks(
     banks: Mapping[int, Mapping[str, torch.Tensor]],
     checkpoint: Checkpoint,
     layout: BankLayout,
-    experts: Sequence[int],
-    tp_rank: int = 0,
-    tp_ranks: int = 1,
+    shard: ExpertShard,
 ) -> Verified:
     """Compare every byte of ``banks`` with a plain implementation: whole tensors, torch's operations, expert by expert.
-
-    Parameters
-    ----------
-    experts : sequence of int
-        The experts that the rows of the banks hold, in order.
 
     Raises
     ------
     VerificationError
         A byte differs.
     """
-    reference = _BankReference(checkpoint, layout, tp_rank, tp_ranks)
+    reference = _BankReference(checkpoint, layout, shard.tp_rank, shard.tp_ranks)
     number = num_bytes = 0
     for layer, of_layer in banks.items():
+        experts = shard.experts(reference.number_of(layer), layer)
         for name, tensor in of_layer.items():
             where = f"bank {name} of layer {layer}"
             if tensor.shape[0] != len(experts):
@@ -165,6 +160,12 @@ class _BankReference:
                 part = " ".join(filter(None, (words["projection"], words.get("kind"))))
                 expert = words.get("expert")
                 self._entries[int(words["layer"]), part, None if expert is None else int(expert)] = entry
+
+    def number_of(self, layer: int) -> int:
+        """The number of experts of ``layer``."""
+        keys = [key for key in self._entries if key[0] == layer]
+        fused = [self._entries[key].shape[0] for key in keys if key[2] is None]
+        return max([*fused, *(expert + 1 for _, _, expert in keys if expert is not None)])
 
     def row(self, layer: int, name: str, expert: int) -> torch.Tensor:
         """What bank ``name`` of ``layer`` should hold for ``expert``."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadmaster.cli.options import (
+    ExpertsKind,
     JsonOption,
     PathArgument,
     QuietOption,
@@ -40,6 +41,17 @@ def load(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Convert plain floating-point tensors: float32, float16, bfloat16.")
     ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Load the experts of a mixture of experts into banks.")
+    ] = False,
+    experts_layout: Annotated[
+        Path | None,
+        typer.Option("--experts-layout", metavar="FILE.json", help="Where other experts go; see docs/experts.md."),
+    ] = None,
+    experts_by: Annotated[
+        ExpertsKind,
+        typer.Option("--experts-by", help="tp: every rank its part of each; blocks, strided: every rank whole ones."),
+    ] = ExpertsKind.tp,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every placed byte with the safetensors library.")
     ] = False,
@@ -47,6 +59,7 @@ def load(
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint into N ranks of this host, each with its share of the CPUs."""
+    from loadmaster.checkpoint.bank_layout import read_layout
     from loadmaster.checkpoint.tensor_parallel import read_tp_plan
     from loadmaster.errors import LoadmasterError
     from loadmaster.host import host
@@ -63,6 +76,9 @@ def load(
             tp_plan=read_tp_plan(tp_plan).overrides if tp_plan is not None else None,
             dtype=dtype,
             verify=verify,
+            experts=experts or experts_layout is not None,
+            layout=read_layout(experts_layout) if experts_layout is not None else None,
+            experts_by=experts_by.value,
         )
         shares = plan_shares(host(), ranks, threads=threads)
         with progress_display(ranks, quiet=quiet or as_json) as display:

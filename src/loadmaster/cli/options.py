@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 __all__ = [
+    "ExpertsKind",
     "JsonOption",
     "PathArgument",
     "QuietOption",
@@ -26,6 +27,14 @@ class ShardKind(str, Enum):
 
     tp = "tp"
     none = "none"
+
+
+class ExpertsKind(str, Enum):
+    """How experts are dealt to ranks."""
+
+    tp = "tp"
+    blocks = "blocks"
+    strided = "strided"
 
 
 PathArgument = Annotated[

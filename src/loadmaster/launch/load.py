@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from loadmaster.checkpoint.bank_layout import EXPERTS, BankLayout, layout_of
 from loadmaster.checkpoint.dtypes import import_torch, parse_dtype
+from loadmaster.checkpoint.experts import ExpertShard, load_experts_of_rank, plan_banks
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
 from loadmaster.checkpoint.sharding import Shard
 from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
-from loadmaster.checkpoint.verify import verify_placements
+from loadmaster.checkpoint.verify import verify_banks, verify_placements
 from loadmaster.host import recent_host
 from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import run_ranks
@@ -33,7 +35,9 @@ __all__ = ["LoadSettings", "load_in_rank", "load_ranks"]
 class LoadSettings:
     """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not.
 
-    ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``.
+    ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``. With
+    ``experts`` the experts go into banks, as ``layout`` says or as their names do, dealt to the ranks by ``experts_by``:
+    ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones.
     """
 
     ranks: int = 1
@@ -41,12 +45,28 @@ class LoadSettings:
     tp_plan: Mapping[str, str] | None = None
     dtype: str | None = None
     verify: bool = False
+    experts: bool = False
+    layout: BankLayout | None = None
+    experts_by: str = "tp"
 
     def shard(self, rank: int) -> Shard | None:
         """The part of rank ``rank``, None for the whole."""
         if not self.sharded or self.ranks == 1:
             return None
         return Shard(rank=rank, ranks=self.ranks, plan=TensorParallelPlan(self.tp_plan))
+
+    def expert_shard(self, rank: int) -> ExpertShard:
+        """The part of the experts that rank ``rank`` keeps."""
+        if not self.sharded or self.ranks == 1:
+            return ExpertShard()
+        if self.experts_by == "tp":
+            return ExpertShard(tp_rank=rank, tp_ranks=self.ranks)
+        kind: Any = self.experts_by
+        return ExpertShard(ep_rank=rank, ep_ranks=self.ranks, ep=kind)
+
+    def layout_for(self, checkpoint: Checkpoint) -> BankLayout:
+        """The layout of the experts: the one that was given, or the one that fits."""
+        return self.layout or layout_of(checkpoint, checkpoint.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +105,9 @@ def load_ranks(
     started = time.monotonic()
     require_torch()  # its import would make a wrong path wait for two seconds
     checkpoint = open_checkpoint(path)
-    place(checkpoint, settings.shard(0), _dtype(settings))
+    if settings.experts:
+        plan_banks(checkpoint, settings.layout_for(checkpoint), settings.expert_shard(0))
+    place(_apart_from_banks(checkpoint, settings), settings.shard(0), _dtype(settings))
     jobs = [
         _Job(path=os.fspath(path), rank=rank, settings=settings, share=share, started=started)
         for rank, share in enumerate(shares)
@@ -102,6 +124,11 @@ def load_ranks(
         on_output=on_output,
     )
     return _report(checkpoint, done, time.monotonic() - started)
+
+
+def _apart_from_banks(checkpoint: Checkpoint, settings: LoadSettings) -> Checkpoint:
+    """What is loaded as tensors of its own: everything, or all but the experts."""
+    return checkpoint.subset(lambda name: EXPERTS not in name) if settings.experts else checkpoint
 
 
 def _dtype(settings: LoadSettings) -> torch.dtype | None:
@@ -128,25 +155,73 @@ def load_in_rank(job: _Job, context: RankContext) -> _Done:
     context.barrier()
     begin = time.monotonic()
     tensors: dict[str, Any] = {}
-    loaded = load_rank(
-        tensors,
-        job.path,
-        job.settings.shard(job.rank),
-        dtype=_dtype(job.settings),
-        part=job.share,
-        progress=lambda done, total: context.progress((done, total)),
-    )
+    banks: dict[int, Mapping[str, Any]] = {}
+    if job.settings.experts:
+        report = _load_with_banks(tensors, banks, job, context)
+    else:
+        report = load_rank(
+            tensors,
+            job.path,
+            job.settings.shard(job.rank),
+            dtype=_dtype(job.settings),
+            part=job.share,
+            progress=lambda done, total: context.progress((done, total)),
+        ).ranks[0]
     load_seconds = time.monotonic() - begin
-    report = loaded.ranks[0]
     verified = None
     seconds = {**report.seconds, "start": begin - job.started}
     if job.settings.verify:
         context.barrier()  # a rank that verifies would take CPUs from one that still loads
-        verified = _verify(tensors, job)
+        verified = _verify(tensors, banks, job)
         seconds["verify"] = time.monotonic() - begin - load_seconds
     return _Done(report=replace(report, rank=job.rank, seconds=seconds), load_seconds=load_seconds, verified=verified)
 
 
-def _verify(tensors: Mapping[str, Any], job: _Job) -> Verified:
+def _load_with_banks(
+    tensors: dict[str, Any], banks: dict[int, Mapping[str, Any]], job: _Job, context: RankContext
+) -> RankReport:
+    """Load the experts into banks and the rest as tensors, one after the other; their phases add up."""
+    started = time.perf_counter()
+    settings = job.settings
     checkpoint = open_checkpoint(job.path)
-    return verify_placements(tensors, checkpoint, place(checkpoint, job.settings.shard(job.rank), _dtype(job.settings)))
+    opened = time.perf_counter() - started
+    rest = _apart_from_banks(checkpoint, settings)
+    expected = (checkpoint.num_bytes - rest.num_bytes) // (settings.ranks if settings.sharded else 1)
+    first = load_rank(
+        tensors,
+        rest,
+        settings.shard(job.rank),
+        dtype=_dtype(settings),
+        part=job.share,
+        progress=lambda done, total: context.progress((done, total + expected)),
+    ).ranks[0]
+    second = load_experts_of_rank(
+        banks,
+        checkpoint,
+        layout=settings.layout_for(checkpoint),
+        shard=settings.expert_shard(job.rank),
+        on_layer=None,
+        part=job.share,
+        progress=lambda done, total: context.progress((first.bytes_placed + done, first.bytes_placed + total)),
+    ).ranks[0]
+    seconds = {phase: first.seconds[phase] + second.seconds[phase] for phase in first.seconds}
+    seconds["open"] += opened
+    return replace(
+        second,
+        tensors=first.tensors + second.tensors,
+        bytes_read=first.bytes_read + second.bytes_read,
+        bytes_placed=first.bytes_placed + second.bytes_placed,
+        seconds=seconds,
+    )
+
+
+def _verify(tensors: Mapping[str, Any], banks: Mapping[int, Mapping[str, Any]], job: _Job) -> Verified:
+    settings = job.settings
+    checkpoint = open_checkpoint(job.path)
+    rest = _apart_from_banks(checkpoint, settings)
+    verified = verify_placements(tensors, rest, place(rest, settings.shard(job.rank), _dtype(settings)))
+    if not settings.experts:
+        return verified
+    shard = settings.expert_shard(job.rank)
+    compared = verify_banks(banks, checkpoint, settings.layout_for(checkpoint), shard)
+    return Verified(verified.tensors + compared.tensors, verified.bytes + compared.bytes)

@@ -244,9 +244,13 @@ class _Thread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._lock = process_counts().lock
         self._before: CountsHere | None = None
         self._wanted: dict[LoadThreads, int] = {}
+
+    @staticmethod
+    def _lock() -> threading.RLock:
+        """This process's lock: in a forked child that leaves its parent's scope, the parent's may be held for ever."""
+        return process_counts().lock
 
     @property
     def is_here(self) -> bool:
@@ -260,7 +264,7 @@ class _Thread:
 
     def open(self, scope: LoadThreads) -> None:
         """Note a scope that is about to set this thread's count."""
-        with self._lock:
+        with self._lock():
             if not self._wanted and self._before is not None:
                 self._restore()  # its last scope was left in another thread
             if self._before is None:
@@ -269,13 +273,13 @@ class _Thread:
 
     def set(self, scope: LoadThreads, threads: int) -> None:
         """Set what a scope wants; the innermost one's is what counts."""
-        with self._lock:
+        with self._lock():
             self._wanted[scope] = threads
             self._move(next(reversed(self._wanted.values())))
 
     def close(self, scope: LoadThreads) -> None:
         """Forget a scope: the count is that of the innermost one left, or as before. Harmless when repeated."""
-        with self._lock:
+        with self._lock():
             self._wanted.pop(scope, None)
             if not self.is_here:  # a generator that another thread closes, or collects
                 warn_once(

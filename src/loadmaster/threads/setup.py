@@ -59,15 +59,14 @@ def set_process_threads(share: Share | int, inter_op: bool = False) -> None:
 def _set_inter_op(threads: int) -> None:
     torch = import_torch()
     before = torch.get_num_interop_threads()
-    if before == threads:
-        return
     try:
         torch.set_num_interop_threads(threads)
     except RuntimeError:
+        instead = "" if before == threads else f" instead of {threads}"
         _log.info(
-            "torch inter-op threads: left at %d instead of %d, since torch lets them be set once, before they are used",
+            "torch inter-op threads: left at %d%s, since torch lets them be set once, before they are used",
             before,
-            threads,
+            instead,
         )
     else:
         _log.info("torch inter-op threads: %d -> %d, for this process", before, threads)
