@@ -88,9 +88,9 @@ def mkl_threads() -> int | None:
     return int(found[1]) if found else None
 
 
-def num_os_threads() -> int:
-    """The threads of this process as the kernel counts them, members of teams included."""
-    return len(list(Path("/proc/self/task").iterdir()))
+def os_threads() -> set[str]:
+    """The threads of this process as the kernel numbers them, members of teams included, and ones that are ending."""
+    return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 20.0) -> bool:

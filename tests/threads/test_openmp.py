@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import loadmaster as lm
 from loadmaster.threads import openmp, pool, scope
 from loadmaster.threads.openmp import RunTimes, parse_backend, run_times, set_threads_here, use_one_thread_here
-from threads.conftest import counts, in_fresh_thread, mkl_threads, needs_two_cpus, num_os_threads, wait_until
+from threads.conftest import counts, in_fresh_thread, mkl_threads, needs_two_cpus, os_threads, wait_until
 
 
 def openmp_threads() -> set[int]:
@@ -241,16 +241,15 @@ def test_on_macos_nothing_is_changed_unless_a_number_is_given(monkeypatch: pytes
 
 @needs_two_cpus
 def test_the_members_of_a_team_go_when_they_are_released() -> None:
-    def work() -> tuple[int, int]:
-        before = num_os_threads()
+    def work() -> tuple[int, bool]:
+        before = os_threads()
         set_threads_here(8)
         torch.ones(1 << 20).add_(1)
-        during = num_os_threads()
+        members = os_threads() - before
         openmp.release_idle_team()
-        wait_until(lambda: num_os_threads() <= before)
-        return during - before, num_os_threads() - before
+        return len(members), wait_until(lambda: not members & os_threads())
 
-    assert in_fresh_thread(work) == (7, 0)
+    assert in_fresh_thread(work) == (7, True)
 
 
 @needs_two_cpus

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import loadmaster as lm
 from loadmaster.errors import InputError
 from loadmaster.threads.pool import divide_pool
-from threads.conftest import counts, mkl_threads, needs_two_cpus, num_os_threads, wait_until
+from threads.conftest import counts, mkl_threads, needs_two_cpus, os_threads, wait_until
 
 
 def in_each_worker(pool: Any, workers: int, function: Callable[[], Any]) -> list[Any]:
@@ -132,14 +132,15 @@ def test_a_block_that_fails_cancels_what_has_not_begun(kind: type[BaseException]
 def test_no_thread_is_left(max_workers: int) -> None:
     """Neither a worker nor a member of a worker's team."""
 
-    def load() -> int:
+    def load() -> set[str]:
         torch.ones(1 << 20).add_(1)
-        return num_os_threads()
+        return os_threads()
 
-    before = num_os_threads()
+    before = os_threads()
     with lm.load_pool(max_workers, 2) as pool:
-        assert max(in_each_worker(pool, max_workers, load)) > before
-    assert wait_until(lambda: num_os_threads() <= before)
+        new = set().union(*in_each_worker(pool, max_workers, load)) - before
+    assert len(new) >= 2
+    assert wait_until(lambda: not new & os_threads())
 
 
 def test_an_error_of_a_task_is_the_callers_to_ask_for() -> None:
