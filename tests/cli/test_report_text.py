@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from loadmaster.bench.record import ArmResult, BenchRecord
-from loadmaster.cli.bench_load import _print_record
+from loadmaster.cli.bench_load import print_record
 from loadmaster.cli.load import _print_report
 from loadmaster.observe.report import RankReport, Report, Verified
 
@@ -52,7 +52,7 @@ def print_record() -> list[str]:
         ArmResult(name=name, what=name, seconds=seconds, num_bytes=3 << 30, tensors=1000)
         for name, seconds in (("limit", [1.25, 1.5, 1.375]), ("loadmaster-untouched", [2.75, 2.625, 3.125]))
     ]
-    _print_record(BenchRecord(bench="load", settings={"verified": True}, arms=arms))
+    print_record(BenchRecord(bench="load", settings={"verified": True}, arms=arms))
     return ["loadmaster-untouched", "1.375", "1.250", "1.500", "2.18", "0.50", "2750.0", "1.09", "2.0"]
 
 
@@ -79,7 +79,7 @@ def test_the_limit_is_none_of_the_loads_that_ours_is_compared_with(capsys: pytes
         ArmResult(name=name, what=name, seconds=[seconds], num_bytes=1 << 30, tensors=10)
         for name, seconds in (("limit", 9.0), ("loadmaster", 1.0), ("torch-default", 4.0))
     ]
-    _print_record(BenchRecord(bench="load", settings={"verified": False}, arms=arms))
+    print_record(BenchRecord(bench="load", settings={"verified": False}, arms=arms))
     assert "loadmaster is 4.0 times as fast as torch-default: 1.000 s instead of 4.000 s" in capsys.readouterr().out
-    _print_record(BenchRecord(bench="load", settings={"verified": False}, arms=arms[:2]))
+    print_record(BenchRecord(bench="load", settings={"verified": False}, arms=arms[:2]))
     assert "times as fast" not in capsys.readouterr().out

@@ -32,7 +32,7 @@ from loadmaster.share import Share, plan_shares
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import require_torch
 
-__all__ = ["arms_for", "bench_load"]
+__all__ = ["Arm", "ArmJob", "ArmRank", "arms_for", "bench_load", "measure_arms", "start_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,26 +108,15 @@ def bench_load(
         if name not in known:
             raise InputError(f"there is no arm {name!r}; known are {', '.join(known)}")
     rank_bytes = [_placed_bytes(checkpoint, settings, rank) for rank in range(settings.ranks)]
-    placed = sum(rank_bytes)
-    seconds: dict[str, list[float]] = {name: [] for name in ["limit", *chosen]}
-    shares = plan_shares(here, settings.ranks)
-    for number in range(repeat):
-        for name in seconds:
-            if on_step is not None:
-                on_step(f"{name}, {number + 1} of {repeat}")
-            warm_page_cache(list(checkpoint.files))
-            if name == "limit":
-                seconds[name].append(limit_seconds(list(checkpoint.files), placed, here.compute_cpus))
-            else:
-                seconds[name].append(_run_arm(known[name], path, settings, shares, rank_bytes))
-    limit_what = f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes"
-    whats = {"limit": limit_what, **{arm.name: arm.what for arm in known.values()}}
-    results = [
-        ArmResult(
-            name=name, what=whats[name], seconds=times, num_bytes=placed, tensors=len(checkpoint) * settings.ranks
-        )
-        for name, times in seconds.items()
-    ]
+    results = measure_arms(
+        checkpoint,
+        settings,
+        [known[name] for name in chosen],
+        rank_bytes=rank_bytes,
+        tensors=len(checkpoint) * settings.ranks,
+        repeat=repeat,
+        on_step=on_step,
+    )
     return BenchRecord(
         bench="load",
         settings={
@@ -139,6 +128,42 @@ def bench_load(
         },
         arms=results,
     )
+
+
+def measure_arms(
+    checkpoint: Checkpoint,
+    settings: LoadSettings,
+    arms: Sequence[Arm],
+    *,
+    rank_bytes: Sequence[int],
+    tensors: int,
+    repeat: int,
+    on_step: Callable[[str], None] | None,
+) -> list[ArmResult]:
+    """Run the limit and the arms ``repeat`` times, interleaved; ``rank_bytes`` is what each rank places.
+
+    ``tensors`` is the number of tensors that all ranks place together.
+    """
+    here = host()
+    placed = sum(rank_bytes)
+    seconds: dict[str, list[float]] = {name: [] for name in ["limit", *(arm.name for arm in arms)]}
+    known = {arm.name: arm for arm in arms}
+    shares = plan_shares(here, settings.ranks)
+    for number in range(repeat):
+        for name in seconds:
+            if on_step is not None:
+                on_step(f"{name}, {number + 1} of {repeat}")
+            warm_page_cache(list(checkpoint.files))
+            if name == "limit":
+                seconds[name].append(limit_seconds(list(checkpoint.files), placed, here.compute_cpus))
+            else:
+                seconds[name].append(_run_arm(known[name], checkpoint.path, settings, shares, rank_bytes))
+    limit_what = f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes"
+    whats = {"limit": limit_what, **{arm.name: arm.what for arm in arms}}
+    return [
+        ArmResult(name=name, what=whats[name], seconds=times, num_bytes=placed, tensors=tensors)
+        for name, times in seconds.items()
+    ]
 
 
 def warm_page_cache(files: Sequence[str]) -> None:

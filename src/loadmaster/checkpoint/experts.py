@@ -27,7 +27,7 @@ from loadmaster.checkpoint.dtypes import item_bytes, torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
-from loadmaster.checkpoint.pieces import Piece, PlacedRun, plan_runs
+from loadmaster.checkpoint.pieces import Piece, PlacedRun, plan_dealt, plan_runs
 from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.safetensors import Entry
@@ -197,10 +197,14 @@ class PlannedLayer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BanksPlan:
-    """Where everything goes: layers in order, runs from the files to offsets of one memory."""
+    """Where everything goes: layers in order, runs from the files to offsets of one memory.
+
+    The rows of a run in ``dealt`` go in turns to its target and to the rows right behind those of that target.
+    """
 
     layers: Sequence[PlannedLayer]
     runs: Sequence[tuple[str, Run, int]]
+    dealt: Sequence[tuple[str, Run, int]]
     num_entries: int
 
     @property
@@ -223,14 +227,15 @@ def plan_banks(checkpoint: Checkpoint, layout: BankLayout, shard: ExpertShard) -
     """
     given = _collect(checkpoint, layout)
     runs: list[tuple[str, Run, int]] = []
+    dealt: list[tuple[str, Run, int]] = []
     layers = []
     at = 0
     number = _number_of_experts(checkpoint)
     for layer in sorted(given):
         planner = _LayerPlanner(layout, layer, given[layer], number, shard, at)
-        layers.append(planner.plan(runs))
+        layers.append(planner.plan(runs, dealt))
         at = layers[-1].end
-    return BanksPlan(layers=layers, runs=runs, num_entries=sum(layer.num_entries for layer in layers))
+    return BanksPlan(layers=layers, runs=runs, dealt=dealt, num_entries=sum(layer.num_entries for layer in layers))
 
 
 def _number_of_experts(checkpoint: Checkpoint) -> int | None:
@@ -299,7 +304,7 @@ class _LayerPlanner:
         self.rows: dict[str, int] = {}
         self._entries_seen: dict[str, Entry] = {}
 
-    def plan(self, runs: list[tuple[str, Run, int]]) -> PlannedLayer:
+    def plan(self, runs: list[tuple[str, Run, int]], dealt: list[tuple[str, Run, int]]) -> PlannedLayer:
         """Append the runs of this layer and return its banks."""
         # Weights come first: what scales them, and is spread over their rows, follows their shapes.
         banks = self.layout.banks
@@ -312,7 +317,7 @@ class _LayerPlanner:
                 planned[name], row = self._spread(name, bank, runs)
                 scalars.append(row)
             else:
-                planned[name] = self._fill(name, bank, runs)
+                planned[name] = self._fill(name, bank, dealt if bank.interleaved else runs)
         return PlannedLayer(
             self.layer, tuple(planned[name] for name in self.layout.banks), tuple(scalars), self.num_entries, self.at
         )
@@ -394,13 +399,13 @@ class _LayerPlanner:
             return _Cut(shape, entry.dtype, rows, kept if tail else (), tuple(runs))
         start, stop = (0, rows) if bank.intermediate is None else self._block(entry, bank, rows)
         kept_bytes = (stop - start) * line
-        runs = []
-        for half in range(halves):
-            if bank.interleaved:
-                run = Run((2 * start + half) * line, 2 * line, half * kept_bytes, line, line, stop - start)
-            else:
-                run = Run((half * rows + start) * line, kept_bytes, half * kept_bytes, kept_bytes, kept_bytes, 1)
-            runs.append(run)
+        if bank.interleaved:
+            runs = [Run(2 * start * line, 2 * line, 0, line, line, stop - start)]
+        else:
+            runs = [
+                Run((half * rows + start) * line, kept_bytes, half * kept_bytes, kept_bytes, kept_bytes, 1)
+                for half in range(halves)
+            ]
         if not bank.interleaved and stop - start == rows:
             whole = line * rows * halves
             runs = [Run(0, whole, 0, whole, whole, 1)]
@@ -475,7 +480,11 @@ class _Filling:
         }
         buffer = self._arena.buffer
         runs: list[PlacedRun] = [(file, run, buffer, target) for file, run, target in plan.runs]
-        self.pieces = plan_runs(runs)
+        dealt: list[Piece] = []
+        for file, run, target in plan.dealt:
+            first = run._replace(target=target + run.target)
+            dealt += plan_dealt(file, first, [first.target + run.num_runs * run.target_stride], buffer)
+        self.pieces = plan_runs(runs, others=dealt)
         self._ends = [layer.end for layer in plan.layers]
         self._waiting = self._bytes_of_layers()
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()

@@ -2,6 +2,7 @@
 
 whole tensors, blocks of rows   neighbours of a file joined, long ones cut       plain      vectors
 columns                         as many rows as span a piece                     strided    run, buffer
+interleaved rows                what fits the scratch, read once for all         dealt      run, buffer, also
 another dtype                   what fits the scratch                            converted  run, buffer, dtypes
 """
 
@@ -14,7 +15,7 @@ from loadmaster.checkpoint.dtypes import item_bytes
 from loadmaster.checkpoint.placement import Placement, Run, runs_of
 from loadmaster.checkpoint.vectored import MAX_VECTORS, SCRATCH_BYTES
 
-__all__ = ["Destinations", "Piece", "PlacedRun", "plan_pieces", "plan_runs"]
+__all__ = ["Destinations", "Piece", "PlacedRun", "plan_dealt", "plan_pieces", "plan_runs"]
 
 PIECE_BYTES = 8 << 20
 """The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
@@ -34,7 +35,8 @@ class Piece(NamedTuple):
     """A bounded part of one file that one thread reads in one go.
 
     ``run.target`` is absolute in the buffers here. A plain read of neighbours has ``vectors``; a strided or converted
-    one has its ``run`` and ``buffer``.
+    one has its ``run`` and ``buffer``. A dealt one is whole in the file: its rows go in turns to ``run.target`` and to
+    the targets in ``also``, and ``run`` describes those of the first.
     """
 
     file: str
@@ -44,6 +46,7 @@ class Piece(NamedTuple):
     run: Run | None = None
     buffer: memoryview | None = None
     dtypes: tuple[str, str] | None = None
+    also: tuple[int, ...] = ()
 
 
 def plan_pieces(
@@ -129,6 +132,19 @@ def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_b
     for first in range(0, run.num_runs, rows):
         part = _part_of(run, first, min(rows, run.num_runs - first), begin)
         yield Piece(file, part.source, part.num_bytes * part.num_runs, [], part, buffer)
+
+
+def plan_dealt(file: str, run: Run, also: Sequence[int], buffer: memoryview) -> Iterable[Piece]:
+    """Pieces that deal rows of a file in turns, each row to the next target, one behind the other there.
+
+    ``run`` are the rows of the first target, absolute in ``buffer``; those of the others lie between them in the file.
+    """
+    turns = 1 + len(also)
+    rows = max(1, SCRATCH_BYTES // (run.num_bytes * turns))
+    for first in range(0, run.num_runs, rows):
+        part = _part_of(run, first, min(rows, run.num_runs - first), 0)
+        moved = tuple(target + first * run.target_stride for target in also)
+        yield Piece(file, part.source, part.num_bytes * part.num_runs * turns, [], part, buffer, None, moved)
 
 
 def _part_of(run: Run, first: int, count: int, begin: int) -> Run:

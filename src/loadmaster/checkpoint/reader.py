@@ -230,6 +230,11 @@ class _Worker:
             buffers = [buffer[start:stop] for buffer, start, stop in piece.vectors]
             self.result.bytes_read += read_into(descriptor, buffers, piece.offset)
             self.result.read_seconds += time.perf_counter() - started
+        elif piece.also:
+            assert piece.buffer is not None
+            targets = (piece.run.target, *piece.also)
+            self.result.bytes_read += self._copier.deal(descriptor, piece.run, piece.buffer, targets)
+            self.result.read_seconds += time.perf_counter() - started
         elif piece.dtypes is None:
             assert piece.buffer is not None
             target = piece.buffer[piece.run.target :]

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from loadmaster.checkpoint.placement import Run
+
 __all__ = ["FileTruncatedError", "StridedCopier", "read_into"]
 
 MAX_VECTORS = 1024
@@ -162,6 +164,23 @@ class StridedCopier:
                 if got < 0 and code in (errno.ENOSYS, errno.EPERM, errno.EACCES):
                     raise _NotAllowedError
                 raise _UnreadableError(offset + done * stride + max(0, got) // run * stride)
+
+    def deal(self, descriptor: int, rows: Run, buffer: memoryview, targets: Sequence[int]) -> int:
+        """Read rows that follow each other once, and deal them in turns to the ``targets`` in ``buffer``.
+
+        ``rows.num_runs`` of ``rows.num_bytes`` go to each target, ``rows.target_stride`` apart. Returns the bytes read;
+        raises as `copy`.
+        """
+        size, count, turns = rows.num_bytes, rows.num_runs, len(targets)
+        length = size * count * turns
+        if self._scratch.size < length:
+            self._scratch = np.empty(length, np.uint8)
+        got = read_into(descriptor, [memoryview(self._scratch.data)[:length]], rows.source)
+        dealt = self._scratch[:length].reshape(count, turns, size)
+        for turn, target in enumerate(targets):
+            into = np.frombuffer(buffer, np.uint8, (count - 1) * rows.target_stride + size, target)
+            np.lib.stride_tricks.as_strided(into, (count, size), (rows.target_stride, 1))[:] = dealt[:, turn]
+        return got
 
     def _copy_through_scratch(
         self, descriptor: int, source: int, stride: int, target: memoryview, target_stride: int, run: int, count: int

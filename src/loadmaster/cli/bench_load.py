@@ -20,7 +20,7 @@ from loadmaster.cli.options import (
 if TYPE_CHECKING:
     from loadmaster.bench.record import BenchRecord
 
-__all__ = ["bench_load"]
+__all__ = ["bench_load", "print_record"]
 
 
 def bench_load(
@@ -47,10 +47,11 @@ def bench_load(
     if as_json:
         print_json(record.as_dict())
     else:
-        _print_record(record)
+        print_record(record)
 
 
-def _print_record(record: BenchRecord) -> None:
+def print_record(record: BenchRecord) -> None:
+    """Print arms beside the limit, which comes first."""
     from loadmaster.cli.tables import print_table, report_console
 
     console = report_console()

@@ -36,8 +36,8 @@ class LoadSettings:
     """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not.
 
     ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``. With
-    ``experts`` the experts go into banks, as ``layout`` says or as their names do, dealt to the ranks by ``experts_by``:
-    ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones.
+    ``experts`` the experts go into banks, as ``layout`` says or as their names do. ``experts_by`` deals them to the
+    ranks: ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones.
     """
 
     ranks: int = 1
