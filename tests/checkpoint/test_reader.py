@@ -334,7 +334,7 @@ def test_file_removed_after_its_header_was_read(victim: Checkpoint) -> None:
 def test_read_that_fails_names_its_place(victim: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails: the error of the system call, with file, tensor and offset."""
 
-    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def failing(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(reader, "read_into", failing)

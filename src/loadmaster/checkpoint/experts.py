@@ -29,7 +29,7 @@ from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
 from loadmaster.checkpoint.pieces import Piece, PlacedRun, plan_dealt, plan_runs
 from loadmaster.checkpoint.placement import Run
-from loadmaster.checkpoint.reader import read_pieces
+from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse, read_pieces
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.errors import CheckpointError, InputError, PlacementError
 from loadmaster.observe.memory import peak_rss
@@ -92,6 +92,8 @@ def load_experts(
     shard: ExpertShard | None = None,
     on_layer: OnLayer | None = None,
     threads: int | None = None,
+    cold: bool = False,
+    drop_cache: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Load the experts of the checkpoint at ``path`` into banks, and return when every byte is in its place.
@@ -110,6 +112,8 @@ def load_experts(
         Called in this thread once for each layer, in the order in which they are complete, while the next are read.
     threads : int, optional
         Reading threads; default this process's share of the host.
+    cold, drop_cache : bool
+        As for `load`.
     progress : callable, optional
         Called with (bytes placed, bytes in all) while reading.
 
@@ -121,7 +125,14 @@ def load_experts(
         A dimension does not divide among the ranks.
     """
     return load_experts_of_rank(
-        banks, path, layout=layout, shard=shard, on_layer=on_layer, part=share(threads=threads), progress=progress
+        banks,
+        path,
+        layout=layout,
+        shard=shard,
+        on_layer=on_layer,
+        part=share(threads=threads),
+        progress=progress,
+        cache=CacheUse(cold, drop_cache),
     )
 
 
@@ -134,6 +145,7 @@ def load_experts_of_rank(
     on_layer: OnLayer | None,
     part: Share,
     progress: Callable[[int, int], None] | None,
+    cache: CacheUse = KEEP_CACHE,
 ) -> Report:
     """Load with a share that is already known; otherwise as `load_experts`."""
     started = time.perf_counter()
@@ -144,7 +156,7 @@ def load_experts_of_rank(
         plan = plan_banks(checkpoint, layout or layout_of(checkpoint, checkpoint.path), shard or ExpertShard())
         filling = _Filling(plan)
     with clock.phase("read"):
-        bytes_read = filling.run(checkpoint, part.threads, on_layer, progress)
+        bytes_read = filling.run(checkpoint, part.threads, on_layer, progress, cache)
     banks.update(filling.banks)
     wall = time.perf_counter() - started
     clock.seconds["convert"] += wall - sum(clock.seconds.values())
@@ -519,6 +531,7 @@ class _Filling:
         threads: int,
         on_layer: OnLayer | None,
         progress: Callable[[int, int], None] | None,
+        cache: CacheUse,
     ) -> int:
         """Read everything, handing layers out meanwhile; returns the bytes that came out of the files."""
         total = sum(piece.num_bytes for piece in self.pieces)
@@ -540,6 +553,7 @@ class _Filling:
                 (lambda done: progress(done, total)) if progress else None,
                 lambda file, offset: tensor_at(checkpoint, file, offset),
                 note,
+                cache,
             ).bytes_read
 
         with ThreadPoolExecutor(1, thread_name_prefix="loadmaster-banks") as reading:

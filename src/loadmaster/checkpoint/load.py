@@ -14,7 +14,7 @@ from loadmaster.checkpoint.dtypes import DTYPES, import_torch, name_of_torch_dty
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.pieces import plan_pieces
 from loadmaster.checkpoint.placement import Move, Placement, check_placements, place_whole
-from loadmaster.checkpoint.reader import read_pieces
+from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse, read_pieces
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.checkpoint.sharding import Shard, place_shard
 from loadmaster.checkpoint.target import Target, new_memory, target_of
@@ -45,6 +45,8 @@ def load(
     placement: Placements | None = None,
     dtype: torch.dtype | None = None,
     threads: int | None = None,
+    cold: bool = False,
+    drop_cache: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Load the checkpoint at ``path`` into ``target`` and return when every byte is in its place.
@@ -65,6 +67,10 @@ def load(
         What plain floating-point tensors of new memory become; scaled 8-bit and integer types stay as they are.
     threads : int, optional
         Reading threads, at most the usable CPUs; default this process's share of the host.
+    cold : bool
+        Read past the page cache (O_DIRECT), where the file system lets that be done.
+    drop_cache : bool
+        Give the page cache of the files back as they are read.
     progress : callable, optional
         Called with (bytes placed, bytes in all) while reading.
 
@@ -76,7 +82,8 @@ def load(
         A tensor does not divide among the ranks, or does not fit the target; a name that only one side has.
     """
     part = share(threads=threads)
-    return load_rank(target, path, shard or placement, dtype=dtype, part=part, progress=progress)
+    cache = CacheUse(cold, drop_cache)
+    return load_rank(target, path, shard or placement, dtype=dtype, part=part, progress=progress, cache=cache)
 
 
 def load_rank(
@@ -87,6 +94,7 @@ def load_rank(
     dtype: torch.dtype | None,
     part: Share,
     progress: Progress | None,
+    cache: CacheUse = KEEP_CACHE,
 ) -> Report:
     """Load one rank with a share that is already known; otherwise as `load`."""
     started = time.perf_counter()
@@ -95,7 +103,7 @@ def load_rank(
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     with clock.phase("plan"), paused_garbage_collection():
         aim = target_of(target, place(checkpoint, where, dtype))
-    bytes_read = _fill(aim, checkpoint, part.threads, clock, progress)
+    bytes_read = _fill(aim, checkpoint, part.threads, clock, progress, cache)
     aim.hand_out()
     wall = time.perf_counter() - started
     clock.seconds["convert"] += wall - sum(clock.seconds.values())
@@ -131,7 +139,14 @@ def place(checkpoint: Checkpoint, where: Shard | Placements | None, dtype: torch
     return placements
 
 
-def _fill(aim: Target, checkpoint: Checkpoint, threads: int, clock: PhaseClock, progress: Progress | None) -> int:
+def _fill(
+    aim: Target,
+    checkpoint: Checkpoint,
+    threads: int,
+    clock: PhaseClock,
+    progress: Progress | None,
+    cache: CacheUse,
+) -> int:
     """Read everything to its place; returns the bytes that came out of the files."""
     with clock.phase("plan"), paused_garbage_collection():
         pieces = plan_pieces(aim.placements, aim.destinations)
@@ -143,6 +158,7 @@ def _fill(aim: Target, checkpoint: Checkpoint, threads: int, clock: PhaseClock, 
             threads,
             (lambda done: progress(done, total)) if progress else None,
             lambda file, offset: tensor_at(checkpoint, file, offset),
+            cache=cache,
         )
     busy = result.read_seconds + result.convert_seconds
     clock.split("read", "convert", result.convert_seconds / busy if busy else 0.0)

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from loadmaster.checkpoint.direct import DirectReader, drop_from_cache, open_direct
 from loadmaster.checkpoint.dtypes import import_torch, item_bytes, torch_dtype
 from loadmaster.checkpoint.pieces import Piece
 from loadmaster.checkpoint.placement import Run
@@ -33,9 +34,19 @@ from loadmaster.threads.openmp import use_one_thread_here
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReadResult", "read_pieces"]
+__all__ = ["KEEP_CACHE", "CacheUse", "ReadResult", "read_pieces"]
 
 _PROGRESS_SECONDS = 0.1
+
+
+class CacheUse(NamedTuple):
+    """What a load does with the page cache: ``cold`` reads past it, ``drop`` gives back what was read, as it goes."""
+
+    cold: bool = False
+    drop: bool = False
+
+
+KEEP_CACHE = CacheUse()
 
 
 @dataclass
@@ -60,6 +71,7 @@ def read_pieces(
     progress: Callable[[int], None] | None = None,
     tensor_at: Callable[[str, int], str] | None = None,
     on_piece: Callable[[Piece], None] | None = None,
+    cache: CacheUse = KEEP_CACHE,
 ) -> ReadResult:
     """Read all ``pieces`` with ``threads`` threads; return when every byte is in its place.
 
@@ -74,6 +86,8 @@ def read_pieces(
     on_piece : callable, optional
         Called with each piece that is in its place, in the thread that read it; one call at a time. What it raises ends
         the reading.
+    cache : CacheUse
+        What happens to the page cache of the files.
 
     Raises
     ------
@@ -82,8 +96,8 @@ def read_pieces(
     """
     needed = {piece.file for piece in pieces}
     tensor_at = tensor_at or (lambda file, offset: "")
-    with _OpenFiles({file: files[file] for file in sorted(needed)}, tensor_at) as open_files:
-        team = _Team(pieces, open_files.descriptors, tensor_at, on_piece)
+    with _OpenFiles({file: files[file] for file in sorted(needed)}, tensor_at, cache) as open_files:
+        team = _Team(pieces, open_files, tensor_at, cache, on_piece)
         team.run(max(1, min(threads, len(pieces))), progress)
         open_files.check_unchanged()
     return team.result
@@ -92,15 +106,23 @@ def read_pieces(
 class _OpenFiles:
     """The descriptors of the files of one load, closed on every way out."""
 
-    def __init__(self, files: Mapping[str, FileIdentity], tensor_at: Callable[[str, int], str]) -> None:
+    def __init__(
+        self, files: Mapping[str, FileIdentity], tensor_at: Callable[[str, int], str], cache: CacheUse
+    ) -> None:
         self._files = files
         self._tensor_at = tensor_at
+        self._cache = cache
         self.descriptors: dict[str, int] = {}
+        self.direct: dict[int, int] = {}
 
     def __enter__(self) -> _OpenFiles:
         try:
             for file in self._files:
-                self.descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                self.descriptors[file] = descriptor
+                direct = open_direct(file) if self._cache.cold else None
+                if direct is not None:
+                    self.direct[descriptor] = direct
             self.check_unchanged()
         except OSError as refused:
             self.__exit__()
@@ -111,9 +133,13 @@ class _OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self.descriptors.values():
+        if self._cache.drop:
+            for descriptor in self.descriptors.values():
+                drop_from_cache(descriptor, 0, 0)
+        for descriptor in (*self.descriptors.values(), *self.direct.values()):
             os.close(descriptor)
         self.descriptors.clear()
+        self.direct.clear()
 
     def check_unchanged(self) -> None:
         """Raise if a file is no longer what it was when its header was read: its bytes may be of two versions."""
@@ -130,8 +156,9 @@ class _Team:
     """The reading threads of one load and what they share."""
 
     pieces: Sequence[Piece]
-    descriptors: Mapping[str, int]
+    files: _OpenFiles
     tensor_at: Callable[[str, int], str]
+    cache: CacheUse = KEEP_CACHE
     on_piece: Callable[[Piece], None] | None = None
     result: ReadResult = field(default_factory=ReadResult)
     failure: BaseException | None = None
@@ -142,7 +169,7 @@ class _Team:
 
     def run(self, threads: int, progress: Callable[[int], None] | None) -> None:
         self._running = threads
-        workers = [_Worker(self.descriptors) for _ in range(threads)]
+        workers = [_Worker(self.files, self.cache) for _ in range(threads)]
         members = [
             threading.Thread(target=self._work, args=(worker,), name=f"loadmaster-read-{number}", daemon=True)
             for number, worker in enumerate(workers)
@@ -215,9 +242,11 @@ def _place(offset: int, tensor: str) -> str:
 class _Worker:
     """One thread's hands: its scratch, its copier and its account of seconds."""
 
-    def __init__(self, descriptors: Mapping[str, int]) -> None:
-        self._descriptors = descriptors
-        self._copier = StridedCopier()
+    def __init__(self, files: _OpenFiles, cache: CacheUse) -> None:
+        self._descriptors = files.descriptors
+        self._drops = cache.drop
+        self._preadv = DirectReader(files.direct).preadv if cache.cold else os.preadv
+        self._copier = StridedCopier(self._preadv if cache.cold or cache.drop else None)
         self._scratch: memoryview | None = None
         self.placed_bytes = 0
         self.result = ReadResult()
@@ -228,7 +257,7 @@ class _Worker:
         descriptor = self._descriptors[piece.file]
         if piece.run is None:
             buffers = [buffer[start:stop] for buffer, start, stop in piece.vectors]
-            self.result.bytes_read += read_into(descriptor, buffers, piece.offset)
+            self.result.bytes_read += read_into(descriptor, buffers, piece.offset, self._preadv)
             self.result.read_seconds += time.perf_counter() - started
         elif piece.also:
             assert piece.buffer is not None
@@ -243,11 +272,13 @@ class _Worker:
         else:
             assert piece.buffer is not None
             self._convert(piece.run, descriptor, piece.buffer, piece.dtypes)
+        if self._drops:
+            drop_from_cache(descriptor, piece.offset, piece.num_bytes)
         self.placed_bytes += piece.num_bytes
 
     def _copy(self, run: Run, descriptor: int, target: memoryview, stride: int) -> int:
         if run.num_runs == 1:
-            return read_into(descriptor, [target[: run.num_bytes]], run.source)
+            return read_into(descriptor, [target[: run.num_bytes]], run.source, self._preadv)
         return self._copier.copy(descriptor, run.source, run.source_stride, target, stride, run.num_bytes, run.num_runs)
 
     def _convert(self, run: Run, descriptor: int, buffer: memoryview, dtypes: tuple[str, str]) -> None:

@@ -82,13 +82,15 @@ def read_into(
 class StridedCopier:
     """Copies equal runs of one file that lie a stride apart into contiguous or strided memory.
 
-    One copier serves one thread; it keeps its scratch between calls.
+    One copier serves one thread; it keeps its scratch between calls. With a ``preadv`` of its own it reads whole rows
+    with that, and maps nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preadv: Callable[[int, Sequence[memoryview], int], int] | None = None) -> None:
+        self._preadv = preadv or os.preadv
         self._vectors = np.empty((MAX_VECTORS, 2), np.uint64)
         self._scratch = np.empty(0, np.uint8)
-        self._kernel_copies = _process_vm_writev() is not None
+        self._kernel_copies = preadv is None and _process_vm_writev() is not None
 
     def copy(
         self, descriptor: int, source: int, stride: int, target: memoryview, target_stride: int, run: int, count: int
@@ -175,7 +177,7 @@ class StridedCopier:
         length = size * count * turns
         if self._scratch.size < length:
             self._scratch = np.empty(length, np.uint8)
-        got = read_into(descriptor, [memoryview(self._scratch.data)[:length]], rows.source)
+        got = read_into(descriptor, [memoryview(self._scratch.data)[:length]], rows.source, self._preadv)
         dealt = self._scratch[:length].reshape(count, turns, size)
         for turn, target in enumerate(targets):
             into = np.frombuffer(buffer, np.uint8, (count - 1) * rows.target_stride + size, target)
@@ -196,7 +198,7 @@ class StridedCopier:
             number = min(rows, count - done)
             length = (number - 1) * stride + run
             buffer = memoryview(self._scratch.data)[:length]
-            total += read_into(descriptor, [buffer], source + done * stride)
+            total += read_into(descriptor, [buffer], source + done * stride, self._preadv)
             taken = np.lib.stride_tricks.as_strided(self._scratch, shape=(number, run), strides=(stride, 1))
             into[done : done + number] = taken
         return total

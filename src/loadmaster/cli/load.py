@@ -52,6 +52,10 @@ def load(
         ExpertsKind,
         typer.Option("--experts-by", help="tp: every rank its part of each; blocks, strided: every rank whole ones."),
     ] = ExpertsKind.tp,
+    cold: Annotated[bool, typer.Option("--cold", help="Read past the page cache (O_DIRECT).")] = False,
+    drop_cache: Annotated[
+        bool, typer.Option("--drop-cache", help="Give the page cache of the files back as they are read.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every placed byte with the safetensors library.")
     ] = False,
@@ -60,6 +64,7 @@ def load(
 ) -> None:
     """Load a checkpoint into N ranks of this host, each with its share of the CPUs."""
     from loadmaster.checkpoint.bank_layout import read_layout
+    from loadmaster.checkpoint.reader import CacheUse
     from loadmaster.checkpoint.tensor_parallel import read_tp_plan
     from loadmaster.errors import LoadmasterError
     from loadmaster.host import host
@@ -79,6 +84,7 @@ def load(
             experts=experts or experts_layout is not None,
             layout=read_layout(experts_layout) if experts_layout is not None else None,
             experts_by=experts_by.value,
+            cache=CacheUse(cold, drop_cache),
         )
         shares = plan_shares(host(), ranks, threads=threads)
         with progress_display(ranks, quiet=quiet or as_json) as display:

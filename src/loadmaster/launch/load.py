@@ -14,6 +14,7 @@ from loadmaster.checkpoint.dtypes import import_torch, parse_dtype
 from loadmaster.checkpoint.experts import ExpertShard, load_experts_of_rank, plan_banks
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
+from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse
 from loadmaster.checkpoint.sharding import Shard
 from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
 from loadmaster.checkpoint.verify import verify_banks, verify_placements
@@ -37,7 +38,7 @@ class LoadSettings:
 
     ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``. With
     ``experts`` the experts go into banks, as ``layout`` says or as their names do. ``experts_by`` deals them to the
-    ranks: ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones.
+    ranks: ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones. ``cache`` is for the page cache.
     """
 
     ranks: int = 1
@@ -48,6 +49,7 @@ class LoadSettings:
     experts: bool = False
     layout: BankLayout | None = None
     experts_by: str = "tp"
+    cache: CacheUse = KEEP_CACHE
 
     def shard(self, rank: int) -> Shard | None:
         """The part of rank ``rank``, None for the whole."""
@@ -166,6 +168,7 @@ def load_in_rank(job: _Job, context: RankContext) -> _Done:
             dtype=_dtype(job.settings),
             part=job.share,
             progress=lambda done, total: context.progress((done, total)),
+            cache=job.settings.cache,
         ).ranks[0]
     load_seconds = time.monotonic() - begin
     verified = None
@@ -194,6 +197,7 @@ def _load_with_banks(
         dtype=_dtype(settings),
         part=job.share,
         progress=lambda done, total: context.progress((done, total + expected)),
+        cache=settings.cache,
     ).ranks[0]
     second = load_experts_of_rank(
         banks,
@@ -203,6 +207,7 @@ def _load_with_banks(
         on_layer=None,
         part=job.share,
         progress=lambda done, total: context.progress((first.bytes_placed + done, first.bytes_placed + total)),
+        cache=settings.cache,
     ).ranks[0]
     seconds = {phase: first.seconds[phase] + second.seconds[phase] for phase in first.seconds}
     seconds["open"] += opened
