@@ -292,6 +292,13 @@ class _Thread:
             elif self._before is not None:
                 self._restore()
 
+    def set_for_good(self, threads: int) -> None:
+        """Set this thread's count, also for after the scopes that are open in it."""
+        with self._lock():
+            if self._before is not None:
+                self._before = CountsHere(threads, threads)
+            set_threads_here(threads)
+
     def _move(self, threads: int) -> None:
         now = self.now
         if now != threads:

@@ -9,9 +9,9 @@ from loadmaster.host.notices import warn_once
 from loadmaster.share import Share
 from loadmaster.threads.forks import forked_with_torch
 from loadmaster.threads.importing import import_torch
-from loadmaster.threads.openmp import set_threads_here, torch_backend
+from loadmaster.threads.openmp import torch_backend
 from loadmaster.threads.process import process_counts
-from loadmaster.threads.scope import FORKED
+from loadmaster.threads.scope import FORKED, thread_counts
 
 __all__ = ["set_process_threads"]
 
@@ -47,7 +47,7 @@ def set_process_threads(share: Share | int, inter_op: bool = False) -> None:
     if torch_backend() in ("OpenMP", ""):
         before = torch.get_num_threads()
         process_counts().set_for_good(threads)
-        set_threads_here(threads)
+        thread_counts().set_for_good(threads)
         why = share.why if isinstance(share, Share) else "as asked for"
         _log.info("torch intra-op threads: %d -> %d (%s), for this process", before, threads, why)
     else:
