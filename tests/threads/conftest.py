@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from loadmaster.host import notices
+from loadmaster.threads.openmp import run_times
 
 T = TypeVar("T")
 
@@ -105,10 +106,13 @@ def wait_until(true: Callable[[], Any], seconds: float = 20.0) -> bool:
 def two_threads() -> Iterator[None]:
     """Set torch to 2 threads and back; the test itself puts back what it changes, or leaves its own mark."""
     before, mask = torch.get_num_threads(), os.sched_getaffinity(0)
+    pools = [(row, row.num_threads) for row in run_times().blas if row.internal_api == "openblas"]
     torch.set_num_threads(2)
     assert counts() == (2, 2)
     yield
     torch.set_num_threads(before)
+    for pool, threads in pools:
+        pool.set_num_threads(threads)
     assert os.sched_getaffinity(0) == mask
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import loadmaster as lm
 from loadmaster.threads import openmp, pool, scope
 from loadmaster.threads.openmp import RunTimes, parse_backend, run_times, set_threads_here, use_one_thread_here
+from loadmaster.threads.setup import set_process_threads
 from threads.conftest import counts, in_fresh_thread, mkl_threads, needs_two_cpus, os_threads, wait_until
 
 
@@ -179,6 +180,21 @@ def test_openblas_is_never_raised(two_threads_of_openblas: Any) -> None:
 def test_openblas_stays_when_only_a_raise_is_wanted(two_threads_of_openblas: Any) -> None:
     with lm.load_threads(1, only="raise"):
         assert two_threads_of_openblas.num_threads == 2
+
+
+@needs_two_cpus
+def test_openblas_is_lowered_for_good_in_a_process_that_only_loads(two_threads_of_openblas: Any) -> None:
+    """With or without an open scope, and it is not raised either."""
+    pool = two_threads_of_openblas
+    set_process_threads(5)
+    assert pool.num_threads == 2
+    with lm.load_threads(2):
+        set_process_threads(1)
+        assert pool.num_threads == 1
+    assert pool.num_threads == 1
+    pool.set_num_threads(2)
+    set_process_threads(1)
+    assert pool.num_threads == 1
 
 
 NATIVE = "torch was built with a native thread pool, which keeps its first count for ever"

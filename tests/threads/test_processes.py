@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import loadmaster as lm
 from loadmaster.errors import InputError
 from loadmaster.share import share
 from loadmaster.threads.openmp import run_times
@@ -206,8 +208,6 @@ def test_inter_op_threads_that_cannot_be_set_any_more_are_left_with_a_note() -> 
 
 
 def test_inter_op_threads_are_set_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_interop_threads", asked.append)
     set_process_threads(1)
@@ -215,6 +215,19 @@ def test_inter_op_threads_are_set_only_on_request(monkeypatch: pytest.MonkeyPatc
     assert counts() == (1, 1)
     set_process_threads(share(threads=1), inter_op=True)
     assert asked == [1]
+
+
+@needs_two_cpus
+@pytest.mark.parametrize(("before", "scope_of", "for_good"), [(2, 2, 1), (1, 2, 1), (3, 1, 2), (2, 1, 2)])
+def test_what_is_set_for_good_within_a_scope_stays_after_it(before: int, scope_of: int, for_good: int) -> None:
+    torch.set_num_threads(before)
+    with lm.load_threads(scope_of):
+        set_process_threads(for_good)
+        assert counts() == (for_good, min(for_good, scope_of))
+    assert counts() == (for_good, for_good)
+    with lm.load_threads(1):
+        assert counts() == (1, 1)
+    assert counts() == (for_good, for_good)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "2"], ids=repr)
