@@ -17,7 +17,7 @@ import loadmaster as lm
 from loadmaster.threads import openmp, pool, scope
 from loadmaster.threads.openmp import RunTimes, parse_backend, run_times, set_threads_here, use_one_thread_here
 from loadmaster.threads.setup import set_process_threads
-from threads.conftest import counts, in_fresh_thread, mkl_threads, needs_two_cpus, os_threads, wait_until
+from threads.conftest import USABLE_CPUS, counts, in_fresh_thread, mkl_threads, needs_two_cpus, os_threads, wait_until
 
 
 def openmp_threads() -> set[int]:
@@ -208,7 +208,7 @@ def test_a_native_backend_is_left_alone_and_warned_about_once(
     torch.set_num_threads(before)
     monkeypatch.setattr(scope, "torch_backend", lambda: "native thread pool")
     with caplog.at_level(logging.DEBUG, "loadmaster"):
-        for threads in (1, 2):
+        for threads in (1, USABLE_CPUS):
             with lm.load_threads(threads) as share:
                 assert counts() == (before, before)
                 assert (share.threads, share.why) == (before, NATIVE)
