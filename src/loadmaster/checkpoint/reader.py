@@ -67,7 +67,7 @@ class ReadResult:
 def read_pieces(
     pieces: Sequence[Piece],
     files: Mapping[str, FileIdentity],
-    threads: int,
+    threads: int | Callable[[], int],
     progress: Callable[[int], None] | None = None,
     tensor_at: Callable[[str, int], str] | None = None,
     on_piece: Callable[[Piece], None] | None = None,
@@ -77,6 +77,9 @@ def read_pieces(
 
     Parameters
     ----------
+    threads : int or callable
+        How many threads; a callable is asked at each piece, and threads come and go as it says. It must cost next to
+        nothing.
     files : mapping of str to FileIdentity
         What each file was when its header was read; a file that has changed since is an error.
     progress : callable, optional
@@ -98,7 +101,7 @@ def read_pieces(
     tensor_at = tensor_at or (lambda file, offset: "")
     with _OpenFiles({file: files[file] for file in sorted(needed)}, tensor_at, cache) as open_files:
         team = _Team(pieces, open_files, tensor_at, cache, on_piece)
-        team.run(max(1, min(threads, len(pieces))), progress)
+        team.run(threads if callable(threads) else lambda: threads, progress)
         open_files.check_unchanged()
     return team.result
 
@@ -162,40 +165,60 @@ class _Team:
     on_piece: Callable[[Piece], None] | None = None
     result: ReadResult = field(default_factory=ReadResult)
     failure: BaseException | None = None
+    _workers: list[_Worker] = field(default_factory=list)
+    _members: list[threading.Thread] = field(default_factory=list)
     _next: int = 0
     _running: int = 0
+    _threads: Callable[[], int] = lambda: 1
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _finished: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, threads: int, progress: Callable[[int], None] | None) -> None:
-        self._running = threads
-        workers = [_Worker(self.files, self.cache) for _ in range(threads)]
-        members = [
-            threading.Thread(target=self._work, args=(worker,), name=f"loadmaster-read-{number}", daemon=True)
-            for number, worker in enumerate(workers)
-        ]
+    def run(self, threads: Callable[[], int], progress: Callable[[int], None] | None) -> None:
+        self._threads = threads
         try:
-            for member in members:
-                member.start()
+            with self._lock:
+                self._grow(max(1, threads()))
+                if not self._members:
+                    self._finished.set()  # there is nothing to read
             while not self._finished.wait(_PROGRESS_SECONDS if progress else None):
                 if progress:
-                    progress(sum(worker.placed_bytes for worker in workers))
+                    progress(self._placed_bytes())
         except BaseException:
             self._stop()
             raise
         finally:
-            for member in members:
+            for member in self._members:  # it may still grow: a list is walked to its end at that moment
                 if member.ident is not None:
                     member.join()
         if self.failure is not None:
             raise self.failure
         if progress:
-            progress(sum(worker.placed_bytes for worker in workers))
+            progress(self._placed_bytes())
+
+    def _placed_bytes(self) -> int:
+        return sum(worker.placed_bytes for worker in self._workers)
+
+    def _grow(self, wanted: int) -> None:
+        """Start threads until ``wanted`` run, as far as there is work for them; the lock is held."""
+        while self._running < min(wanted, self._running + len(self.pieces) - self._next):
+            worker = _Worker(self.files, self.cache)
+            name = f"loadmaster-read-{len(self._members)}"
+            member = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            self._workers.append(worker)
+            self._members.append(member)
+            self._running += 1
+            try:
+                member.start()
+            except RuntimeError:  # no more threads are to be had: those that run do the work
+                self._running -= 1
+                if not self._running:
+                    raise
+                return
 
     def _work(self, worker: _Worker) -> None:
         piece = None
         try:
-            while (piece := self._take()) is not None:
+            while (piece := self._take(worker)) is not None:
                 worker.execute(piece)
                 if self.on_piece is not None:
                     with self._lock:
@@ -207,14 +230,23 @@ class _Team:
         finally:
             with self._lock:
                 self.result.add(worker.result)
-                self._running -= 1
+                if not worker.retired:
+                    self._running -= 1
                 if not self._running:
                     self._finished.set()
 
-    def _take(self) -> Piece | None:
+    def _take(self, worker: _Worker) -> Piece | None:
+        """The next piece, or None when there is none, or when this thread is one too many."""
+        wanted = max(1, self._threads())
         with self._lock:
+            if self._running > wanted:
+                self._running -= 1
+                worker.retired = True
+                return None
             index = self._next
             self._next += 1
+            if self._running < wanted:
+                self._grow(wanted)
         return self.pieces[index] if index < len(self.pieces) else None
 
     def _stop(self) -> None:
@@ -249,6 +281,7 @@ class _Worker:
         self._copier = StridedCopier(self._preadv if cache.cold or cache.drop else None)
         self._scratch: memoryview | None = None
         self.placed_bytes = 0
+        self.retired = False
         self.result = ReadResult()
 
     def execute(self, piece: Piece) -> None:
