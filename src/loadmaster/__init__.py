@@ -4,6 +4,7 @@
 
     lm.host()                                       what this process may use, with reasons
     lm.share()                                      this process's part of it
+    with lm.lease() as mine: mine.look()            the same, while others that load come and go
     with lm.load_threads(): ...                     any loader inside runs with the share
     lm.load(target, path, shard=lm.Shard(rank=0, ranks=2))
     lm.open_checkpoint(path), lm.iter_tensors(path)
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from loadmaster.host import Host
     from loadmaster.observe.report import Report
     from loadmaster.share import Share
+    from loadmaster.share.lease import Lease, lease
     from loadmaster.threads.scope import load_threads
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Host",
+    "Lease",
     "LoadmasterError",
     "Move",
     "Placement",
@@ -48,6 +51,7 @@ __all__ = [
     "TensorParallelPlan",
     "host",
     "iter_tensors",
+    "lease",
     "load",
     "load_threads",
     "open_checkpoint",
@@ -58,6 +62,7 @@ _HOMES = {
     "Checkpoint": "loadmaster.checkpoint.folder",
     "Entry": "loadmaster.checkpoint.safetensors",
     "Host": "loadmaster.host",
+    "Lease": "loadmaster.share.lease",
     "LoadmasterError": "loadmaster.errors",
     "Move": "loadmaster.checkpoint.placement",
     "Placement": "loadmaster.checkpoint.placement",
@@ -66,6 +71,7 @@ _HOMES = {
     "Share": "loadmaster.share",
     "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
     "iter_tensors": "loadmaster.checkpoint.load",
+    "lease": "loadmaster.share.lease",
     "load": "loadmaster.checkpoint.load",
     "load_threads": "loadmaster.threads.scope",
     "open_checkpoint": "loadmaster.checkpoint.folder",

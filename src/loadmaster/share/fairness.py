@@ -230,8 +230,8 @@ class _Rising:
         self.places: dict[frozenset[int], int] = {}  # cores by the kinds that may use them -> how many
         for together in self._core_sets():
             cores = frozenset().union(*(kinds[i].cores for i in together))
-            limit = self._limit(together, len(cores))
-            if limit.threads > len(cores):
+            self._limit(together, len(cores))
+            if self._least(together) >= len(cores):
                 self._stay(together)
             elif len({kinds[i].cores for i in together}) > 1:
                 users: dict[int, list[int]] = {}
@@ -281,13 +281,14 @@ class _Rising:
     def _sum(self, parts: Sequence[int], limit: _Limit) -> int:
         return sum(parts[i] * self.counts[i] for i in limit.kinds)
 
-    def _limit(self, kinds: Sequence[int], threads: int) -> _Limit:
+    def _limit(self, kinds: Sequence[int], threads: int) -> None:
         """Add a limit; it never takes the least from anyone."""
-        least = sum(self.kinds[i].least * self.counts[i] for i in kinds)
-        limit = _Limit(kinds, max(threads, least))
+        limit = _Limit(kinds, max(threads, self._least(kinds)))
         if limit not in self.limits:
             self.limits.append(limit)
-        return limit
+
+    def _least(self, kinds: Iterable[int]) -> int:
+        return sum(self.kinds[i].least * self.counts[i] for i in kinds)
 
     def _stay(self, kinds: Iterable[int]) -> None:
         for i in kinds:
@@ -318,9 +319,8 @@ class _Rising:
         if not crowded:
             return False
         room = sum(number for users, number in self.places.items() if users & crowded)
-        least = sum(self.kinds[i].least * self.counts[i] for i in crowded)
         self._limit(sorted(crowded), room)
-        if least >= room:  # more processes than cores: they have these cores alone, and all that is left is theirs
+        if self._least(crowded) >= room:  # these cores are theirs alone
             self._stay(crowded)
             bare = frozenset().union(*self.places)
             self.places = {users: number for users, number in self.places.items() if not users & crowded}
