@@ -22,6 +22,7 @@ NAMES = [
     "Checkpoint",
     "Entry",
     "Host",
+    "Lease",
     "LoadmasterError",
     "Move",
     "Placement",
@@ -31,6 +32,7 @@ NAMES = [
     "TensorParallelPlan",
     "host",
     "iter_tensors",
+    "lease",
     "load",
     "load_threads",
     "open_checkpoint",
@@ -43,6 +45,13 @@ SIGNATURES = {
         "(workers: 'int | None' = None, *, threads: 'int | None' = None, host: 'Host | None' = None, "
         "environ: 'Mapping[str, str] | None' = None) -> 'Share'"
     ),
+    "lease": (
+        "(weight: 'float' = 1.0, *, threads: 'int | None' = None, host: 'Host | None' = None, "
+        "environ: 'Mapping[str, str] | None' = None) -> 'Lease'"
+    ),
+    "Lease.join": "(self) -> 'None'",
+    "Lease.leave": "(self) -> 'None'",
+    "Lease.look": "(self) -> 'Share'",
     "load_threads": "(threads: \"int | Literal['auto']\" = 'auto') -> 'Iterator[Share]'",
     "load": (
         "(target: 'torch.nn.Module | MutableMapping[str, torch.Tensor]', "
