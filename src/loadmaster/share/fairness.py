@@ -151,11 +151,13 @@ def divide_fairly(claims: Iterable[Claim]) -> dict[str, Part]:
 
 def _binding_quotas(claims: Iterable[Claim]) -> set[str]:
     """Names of the quotas that are less than the cores of those inside."""
-    inside: dict[Quota, set[frozenset[int]]] = {}
+    allowed: dict[str, int] = {}
+    inside: dict[str, set[frozenset[int]]] = {}
     for claim in claims:
-        for quota in claim.quotas:
-            inside.setdefault(quota, set()).add(claim.cores)
-    return {quota.id for quota, sets in inside.items() if quota.cpus < len(frozenset().union(*sets))}
+        for name, cpus in claim.quotas:
+            allowed[name] = min(cpus, allowed.get(name, cpus))
+            inside.setdefault(name, set()).add(claim.cores)
+    return {name for name, sets in inside.items() if allowed[name] < len(frozenset().union(*sets))}
 
 
 def _kind(claim: Claim, binding: set[str]) -> _Kind:
