@@ -423,6 +423,8 @@ class _Claim:
         with self.folder.locked() as locked:
             if not locked:
                 raise RefusedError(f"{self.folder.path} is locked by a process that does not go on")
+            if self.descriptor < 0:
+                self.folder.forget_group(file.membership)
             try:
                 name, descriptor = self.folder.publish(file)
             except BaseException:
@@ -432,8 +434,6 @@ class _Claim:
             if self.descriptor >= 0:
                 self.folder.remove(self.name)
                 os.close(self.descriptor)
-            else:
-                self.folder.forget_group(name)
             self.name, self.descriptor, self.file = name, descriptor, file
             if self.generation is _NOT_MAPPED:
                 self.generation = self._mapped(self.folder)

@@ -328,13 +328,15 @@ class Folder:
                 self._unlink_own(name)
         return bool(swept)
 
-    def forget_group(self, name: str) -> None:
-        """Forget the ranks that ended, where no other of the group that the lease ``name`` belongs to still loads."""
-        own = LeaseName.parse(name)
-        if own is not None and own.is_rank and not self._has_others(name, own.group):
-            for other in self.names():
-                if other.startswith(f"done.{own.group}."):
-                    self._unlink_own(other)
+    def forget_group(self, membership: Membership | None) -> None:
+        """Forget the ranks of a group that have ended, where none of it loads: those that come now are a new run's."""
+        if membership is None or self._has_others("", membership.group):
+            return
+        for name in self.names():
+            if name.startswith(f"lease.{membership.group}."):
+                self.sweep(name)
+            elif name.startswith(f"done.{membership.group}."):
+                self._unlink_own(name)
 
     def has_living(self) -> bool:
         """Whether anybody holds a lease here."""
