@@ -206,6 +206,14 @@ def without_nameless_files() -> None:
     lease_folder._TMPFILE = 0  # type: ignore[attr-defined]
 
 
+def become(user: int) -> None:
+    os.setuid(user)
+
+
+def wait_for_the_folder(seconds: float) -> None:
+    lease_folder.LOCK_SECONDS = seconds
+
+
 def forbid_flock(error: int) -> None:
     """Have the kernel refuse flock to this process, as a sandbox does."""
     number = {"x86_64": 73, "aarch64": 32}[os.uname().machine]

@@ -20,9 +20,9 @@ SECONDS = 30.0
 class Process:
     """One such process; ``process.look()`` calls ``look`` there and returns its answer."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, words: tuple[str, ...] = ()) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.child = subprocess.Popen(
-            [*words, sys.executable, os.fspath(CHILD)],
+            [sys.executable, os.fspath(CHILD)],
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -69,6 +69,9 @@ class Process:
             assert stream is not None
             stream.close()
         return self.child.wait(SECONDS)
+
+
+Start = Callable[..., Process]
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:

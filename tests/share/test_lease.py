@@ -8,11 +8,10 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lease_processes import Process, until
+from lease_processes import Process, Start, until
 
 from loadmaster.errors import InputError
 from loadmaster.share.lease import Lease, lease, live_leases
@@ -20,32 +19,6 @@ from loadmaster.share.lease import Lease, lease, live_leases
 pytestmark = pytest.mark.processes
 
 EIGHT = list(range(8))
-Start = Callable[..., Process]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "leases"
-    monkeypatch.setenv("LOADMASTER_DIR", str(path))
-    return path
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    """Starts processes; those that are still there at the end are killed."""
-    started: list[Process] = []
-
-    def make(**environment: str) -> Process:
-        started.append(Process(environment))
-        return started[-1]
-
-    yield make
-    for process in started:
-        if process.child.poll() is None:
-            process.kill()
-        for stream in (process.child.stdin, process.child.stdout):
-            assert stream is not None
-            stream.close()
 
 
 def names(folder: Path) -> list[str]:

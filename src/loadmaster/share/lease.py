@@ -263,7 +263,8 @@ def live_leases(environ: Mapping[str, str] | None = None) -> list[LiveLease]:
             finally:
                 folder.close()
         except (RefusedError, OSError) as error:
-            warn_once(__name__, f"the processes that load cannot be listed: {error}")
+            why = _reason(error, folder_path(environment))
+            warn_once(__name__, f"the processes that load cannot be listed: {why}")
             return []
 
 
@@ -293,7 +294,8 @@ def _list(folder: Folder) -> list[LiveLease]:
 
 
 def _unknown(names: list[str]) -> Iterator[str]:
-    return (name for name in names if name.partition(".")[0] not in ("lease", "done", "new", "generation"))
+    ours = ("done", "new", "generation")
+    return (name for name in names if LeaseName.parse(name) is None and name.partition(".")[0] not in ours)
 
 
 def _finished(found: LeaseFile, living: Mapping[str, LeaseFile], names: list[str]) -> int:
@@ -308,6 +310,11 @@ def _finished(found: LeaseFile, living: Mapping[str, LeaseFile], names: list[str
             ended.add(words[2])
     loading = [other.membership for other in living.values() if other.membership is not None]
     return len(ended.difference(other.member for other in loading if other.group == group))
+
+
+def _reason(error: Exception, path: str) -> str:
+    """The same words whenever the same goes wrong: the system's message has the name of a file that changes."""
+    return f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _tell(generation: memoryview | None) -> None:
@@ -349,7 +356,8 @@ def _join(holder: Lease, environ: Mapping[str, str]) -> _Claim | None:
         try:
             claim.add(_Asked(holder, file))
         except (RefusedError, OSError) as error:
-            warn_once(__name__, f"this process loads without a lease, with the declared number of ranks: {error}")
+            why = _reason(error, path)
+            warn_once(__name__, f"this process loads without a lease, with the declared number of ranks: {why}")
             return None
         _claims[path] = claim
     return claim
@@ -456,7 +464,8 @@ class _Claim:
         try:
             return folder.map_generation() or _NOT_MAPPED
         except (OSError, ValueError) as error:
-            warn_once(__name__, f"changes among processes that load are noticed late: {error}")
+            why = _reason(error, folder.path)
+            warn_once(__name__, f"changes among processes that load are noticed late: {why}")
             return _NOT_MAPPED
 
     def _withdraw(self) -> None:
@@ -488,7 +497,8 @@ class _Claim:
         try:
             self._read(check)
         except (RefusedError, OSError) as error:
-            warn_once(__name__, f"neighbours that load cannot be read: {error}")
+            why = _reason(error, folder_path(self.environ))
+            warn_once(__name__, f"neighbours that load cannot be read: {why}")
         self.seen = seen
         if check:
             self.check_at = now + CHECK_SECONDS

@@ -164,9 +164,9 @@ class Folder:
         self.descriptor = -1
 
     @contextlib.contextmanager
-    def locked(self, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
+    def locked(self, seconds: float | None = None) -> Iterator[bool]:
         """Hold the lock on the folder; yields False where somebody else held it for so long."""
-        pause, until = 0.0001, time.monotonic() + seconds
+        pause, until = 0.0001, time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
         while not _lock(self.descriptor, fcntl.LOCK_EX):
             if time.monotonic() >= until:
                 yield False
