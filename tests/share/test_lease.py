@@ -79,6 +79,16 @@ def test_a_killed_one_is_missed_at_the_first_look_after_a_tenth_of_a_second(star
     assert threads(one) == [8]
 
 
+def test_a_crowd_that_is_killed_is_missed_by_few_looks_at_each(start: Start, folder: Path) -> None:
+    one, crowd = start(), start()
+    one.join(EIGHT)
+    crowd.crowd(100)
+    assert one.look()["workers"] == 101
+    crowd.kill()
+    assert until(lambda: one.look()["workers"] == 1) < 2.0
+    assert len(names(folder)) == 2
+
+
 def test_three_on_eight_cores_leave_the_remainder(start: Start) -> None:
     several = [start() for _ in range(3)]
     for process in several:

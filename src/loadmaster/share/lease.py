@@ -42,6 +42,11 @@ CHECKED_AT_ONCE = 32
 """How many neighbours a look asks for their locks. With more of them each looks at those that follow it, so that all
 together still see every death; who sees it tells the others."""
 
+MANY = 64
+MANY_SECONDS = 0.02
+"""With more neighbours than the former the folder is read no more often than once in the latter, however often somebody
+comes or goes: all who look read it then, and that must not become the work."""
+
 SETTLE_SECONDS = 0.05
 QUIET_SECONDS = 0.01
 """The first look waits until nobody has joined for the latter, at most the former."""
@@ -349,11 +354,12 @@ _hooked = False
 def _join(holder: Lease, environ: Mapping[str, str]) -> _Claim | None:
     declared = read_declared(environ)
     file = describe_process(holder._host, holder._division, holder._settings, declared, environ, holder.weight)
-    path = folder_path(environ)
+    path = ""
     with _guard:
-        _hook()
-        claim = _claims.get(path) or _Claim(environ)
         try:
+            path = folder_path(environ)
+            _hook()
+            claim = _claims.get(path) or _Claim(environ)
             claim.add(_Asked(holder, file))
         except (RefusedError, OSError) as error:
             why = _reason(error, path)
@@ -390,6 +396,7 @@ class _Claim:
         self.generation = _NOT_MAPPED
         self.seen = -1
         self.check_at = 0.0
+        self.read_at = -math.inf
         self.part: Part | None = None
         self.lost = False
         self.neighbours: dict[str, LeaseFile | None] = {}  # None for what is ignored
@@ -493,7 +500,9 @@ class _Claim:
         """Read who is there, as far as it may have changed, and divide again if it has."""
         seen = self.generation[0]  # first: what changes from here on will be seen by the next look
         now = monotonic()
-        check = now >= self.check_at
+        if len(self.neighbours) > MANY and now < self.read_at + MANY_SECONDS:
+            return
+        check, self.read_at = now >= self.check_at, now
         try:
             self._read(check)
         except (RefusedError, OSError) as error:

@@ -81,7 +81,11 @@ def folder_path(environ: Mapping[str, str]) -> str:
     ------
     InputError
         If ``LOADMASTER_DIR`` is no absolute path.
+    RefusedError
+        If this platform has no locks that end with their process.
     """
+    if fcntl is None:
+        raise RefusedError("this platform has no flock")
     given = environ.get("LOADMASTER_DIR")
     if given:
         if not os.path.isabs(given) or "\0" in given:  # noqa: PTH117
@@ -112,8 +116,6 @@ def open_folder(environ: Mapping[str, str], *, create: bool) -> Folder | None:
     """
     path = folder_path(environ)
     given = bool(environ.get("LOADMASTER_DIR"))
-    if fcntl is None:
-        raise RefusedError("this platform has no flock")
     if create:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)  # noqa: PTH102
