@@ -22,8 +22,7 @@ from typing import Any
 
 from made_hosts import make_host
 
-from loadmaster.share import lease as lease_module
-from loadmaster.share import lease_folder
+from loadmaster.share import lease_claim, lease_folder
 from loadmaster.share.lease import Lease, lease, live_leases
 
 held: list[Lease] = []
@@ -69,11 +68,11 @@ def joined_look() -> list[Any]:
     """Join, look, and say how many seconds the look took, and how often it slept."""
     join()
     slept = []
-    sleep = lease_module.sleep
-    lease_module.sleep = lambda seconds: (slept.append(seconds), sleep(seconds))  # type: ignore[assignment]
+    sleep = lease_claim.sleep
+    lease_claim.sleep = lambda seconds: (slept.append(seconds), sleep(seconds))  # type: ignore[assignment]
     begin = time.monotonic()
     look()
-    lease_module.sleep = sleep
+    lease_claim.sleep = sleep
     return [time.monotonic() - begin, len(slept)]
 
 

@@ -14,6 +14,7 @@ import pytest
 from lease_processes import Process, Start, until
 
 from loadmaster.errors import InputError
+from loadmaster.share import lease_claim
 from loadmaster.share.lease import Lease, lease, live_leases
 
 pytestmark = pytest.mark.processes
@@ -129,10 +130,8 @@ def test_who_is_alone_waits_for_nobody_and_who_finds_a_new_neighbour_waits_a_lit
 def test_the_first_look_settles_with_a_neighbour_that_has_just_come(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loadmaster.share import lease as module
-
     slept: list[float] = []
-    monkeypatch.setattr(module, "sleep", lambda seconds: slept.append(seconds) or time.sleep(seconds))
+    monkeypatch.setattr(lease_claim, "sleep", lambda seconds: slept.append(seconds) or time.sleep(seconds))
     code = "import sys; from loadmaster.share.lease import lease; x = lease(); x.join(); print(1, flush=True); input()"
     with (
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour,
