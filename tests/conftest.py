@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,9 +20,16 @@ _LEAKING = (
 _LEAKING_NAMES = {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK"}
 
 
+@pytest.fixture(scope="session")
+def lease_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where leases lie in all tests, so that none sees those of the machine."""
+    return tmp_path_factory.mktemp("leases")
+
+
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_environment(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every variable that Loadmaster reads out of the environment, whatever the machine has set."""
     for name in list(os.environ):
         if name.startswith(_LEAKING) or name in _LEAKING_NAMES:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("LOADMASTER_DIR", str(lease_folder))

@@ -22,6 +22,7 @@ NAMES = [
     "Checkpoint",
     "Entry",
     "Host",
+    "Lease",
     "LoadmasterError",
     "Move",
     "Placement",
@@ -31,6 +32,7 @@ NAMES = [
     "TensorParallelPlan",
     "host",
     "iter_tensors",
+    "lease",
     "load",
     "load_pool",
     "load_threads",
@@ -50,6 +52,13 @@ SIGNATURES = {
     "load_pool": "(max_workers: 'int | None' = None, threads: 'Threads' = 'auto') -> 'Iterator[ThreadPoolExecutor]'",
     "paced": "(weights: 'Iterable[_Item]', threads: 'Threads' = 'auto') -> 'Iterator[_Item]'",
     "set_process_threads": "(share: 'Share | int', inter_op: 'bool' = False) -> 'None'",
+    "lease": (
+        "(weight: 'float' = 1.0, *, threads: 'int | None' = None, host: 'Host | None' = None, "
+        "environ: 'Mapping[str, str] | None' = None) -> 'Lease'"
+    ),
+    "Lease.join": "(self) -> 'None'",
+    "Lease.leave": "(self) -> 'None'",
+    "Lease.look": "(self) -> 'Share'",
     "load": (
         "(target: 'torch.nn.Module | MutableMapping[str, torch.Tensor]', "
         "path: 'str | os.PathLike[str] | Checkpoint', *, shard: 'Shard | None' = None, "

@@ -4,6 +4,7 @@
 
     lm.host()                                       what this process may use, with reasons
     lm.share()                                      this process's part of it
+    with lm.lease() as mine: mine.look()            the same, while others that load come and go
     with lm.load_threads(): ...                     any loader inside runs with the share
     with lm.load_pool(max_workers=32) as pool: ...  an executor that stays inside the share, teams included
     for name, tensor in lm.paced(weights): ...      a weights iterator in step with the share
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from loadmaster.host import Host
     from loadmaster.observe.report import Report
     from loadmaster.share import Share
+    from loadmaster.share.lease import Lease, lease
     from loadmaster.threads.pace import paced
     from loadmaster.threads.pool import load_pool
     from loadmaster.threads.scope import load_threads
@@ -50,6 +52,7 @@ __all__ = [
     "Entry",
     "ExpertShard",
     "Host",
+    "Lease",
     "LoadmasterError",
     "Move",
     "Placement",
@@ -59,6 +62,7 @@ __all__ = [
     "TensorParallelPlan",
     "host",
     "iter_tensors",
+    "lease",
     "load",
     "load_experts",
     "load_pool",
@@ -75,6 +79,7 @@ _HOMES = {
     "Entry": "loadmaster.checkpoint.safetensors",
     "ExpertShard": "loadmaster.checkpoint.experts",
     "Host": "loadmaster.host",
+    "Lease": "loadmaster.share.lease",
     "LoadmasterError": "loadmaster.errors",
     "Move": "loadmaster.checkpoint.placement",
     "Placement": "loadmaster.checkpoint.placement",
@@ -83,6 +88,7 @@ _HOMES = {
     "Share": "loadmaster.share",
     "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
     "iter_tensors": "loadmaster.checkpoint.load",
+    "lease": "loadmaster.share.lease",
     "load": "loadmaster.checkpoint.load",
     "load_experts": "loadmaster.checkpoint.experts",
     "load_pool": "loadmaster.threads.pool",

@@ -69,6 +69,7 @@ def test_the_json_form_is_frozen(root: Path, capsys: pytest.CaptureFixture[str])
             {"rank": 0, "threads": 1, "cpus": [0, 1, 2, 3], "node": 0, "why": why},
             {"rank": 1, "threads": 1, "cpus": [4, 5, 6, 7], "node": 1, "why": why},
         ],
+        "leases": [],
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from loadmaster.cli import bench_experts, bench_load, bench_make_checkpoint, bench_scope, load, plan
+from loadmaster.cli import bench_experts, bench_load, bench_make_checkpoint, bench_scope, leases, load, plan
 from loadmaster.errors import LoadmasterError
 
 __all__ = ["app", "run"]
@@ -30,6 +30,7 @@ bench = typer.Typer(
 )
 app.command("plan")(plan.plan)
 app.command("load")(load.load)
+app.command("leases")(leases.leases)
 app.add_typer(bench)
 bench.command("load")(bench_load.bench_load)
 bench.command("experts")(bench_experts.bench_experts)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadmaster.cli.leases import lease_documents, print_leases
 from loadmaster.cli.options import JsonOption, print_json
 from loadmaster.errors import InputError
 
 if TYPE_CHECKING:
     from loadmaster.host import Host
     from loadmaster.share import Share
+    from loadmaster.share.lease import LiveLease
 
 __all__ = ["plan"]
 
@@ -45,22 +47,33 @@ def plan(
     host = read_host(root, cpus, environ)
     shares = plan_shares(host, ranks, pool=pool or 1, environ=environ)
     if as_json:
-        print_json(_document(host, shares, pool))
+        print_json(_document(host, shares, pool, _leases(root)))
     elif as_env:
         for name, value in exports_for(shares[0], environ).items():
             typer.echo(f"export {name}={value}")
     else:
-        _print_tables(host, shares, pool)
+        _print_tables(host, shares, pool, _leases(root))
+
+
+def _is_this_host(root: Path) -> bool:
+    return root.absolute() == Path("/").absolute()
+
+
+def _leases(root: Path) -> list[LiveLease]:
+    """The processes that load now; of another host nothing is known."""
+    from loadmaster.share.lease import live_leases
+
+    return live_leases() if _is_this_host(root) else []
 
 
 def _environment_of(root: Path) -> Mapping[str, str]:
     """This process's environment; for another host only what was set for Loadmaster."""
-    if root.absolute() == Path("/").absolute():
+    if _is_this_host(root):
         return os.environ
     return {name: value for name, value in os.environ.items() if name.startswith("LOADMASTER_")}
 
 
-def _document(host: Host, shares: tuple[Share, ...], pool: int | None) -> dict[str, Any]:
+def _document(host: Host, shares: tuple[Share, ...], pool: int | None, leases: list[LiveLease]) -> dict[str, Any]:
     """The JSON form, which programs rely on."""
     limits = [
         {"name": limit.name, "value": limit.value, "where": limit.where, "binding": limit.binding}
@@ -80,13 +93,14 @@ def _document(host: Host, shares: tuple[Share, ...], pool: int | None) -> dict[s
             {"rank": share.rank, "threads": share.threads, "cpus": share.cpus, "node": share.node, "why": share.why}
             for share in shares
         ],
+        "leases": lease_documents(leases),
     }
     if pool is not None:
         document["pool"] = {"workers": pool, "threads": pool * sum(share.threads for share in shares)}
     return document
 
 
-def _print_tables(host: Host, shares: tuple[Share, ...], pool: int | None) -> None:
+def _print_tables(host: Host, shares: tuple[Share, ...], pool: int | None, leases: list[LiveLease]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -110,6 +124,8 @@ def _print_tables(host: Host, shares: tuple[Share, ...], pool: int | None) -> No
     if host.kinds:
         kinds = "; ".join(f"{kind}: {format_cpulist(cpus)}" for kind, cpus in host.kinds.items())
         console.print(f"Kinds of core, slowest first: {kinds}.", soft_wrap=True)
+    if leases:
+        print_leases(console, leases)
     console.print(_sentence(host, shares, pool), soft_wrap=True)
 
 

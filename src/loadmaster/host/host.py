@@ -60,6 +60,8 @@ class Host:
         Every source that was counted; exactly one is binding.
     online
         CPUs that are online, usable or not.
+    online_cores
+        The same grouped by physical core.
     warnings
         Sentences on what could not be read as it should; they were logged when they first occurred.
     """
@@ -73,6 +75,7 @@ class Host:
     io_threads: int
     limits: tuple[Limit, ...]
     online: tuple[int, ...] = ()
+    online_cores: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     _request: _Request | None = field(default=None, repr=False, compare=False)
 
@@ -162,6 +165,7 @@ def _read(request: _Request) -> Host:
         io_threads=io_threads(len(cpus), quota, hint),
         limits=mark_binding(list_limits(sources, cpus, Limit("cores", len(cores), cores_from), hint)),
         online=sources.topology.online or tuple(sorted(cpus)),
+        online_cores=sources.topology.cores,
         warnings=problems,
         _request=request,
     )

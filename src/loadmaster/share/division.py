@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from loadmaster.host import Host
+from loadmaster.share.fairness import Part
 from loadmaster.share.launcher import Declared, parse_index
 from loadmaster.share.settings import Bound
 
-__all__ = ["Division", "divide", "divide_as_declared"]
+__all__ = ["Division", "divide", "divide_as_declared", "divide_as_live"]
 
 
 class Division(NamedTuple):
@@ -31,6 +32,8 @@ class Division(NamedTuple):
         What the launcher was told to give one rank, where it did not see to that itself.
     note
         Words for the end of the reason.
+    threads
+        What live leases leave to this process, where they are known; else the usable CPUs over the parts.
     """
 
     ranks: int
@@ -40,6 +43,7 @@ class Division(NamedTuple):
     pool: int = 1
     bound: Bound | None = None
     note: str = ""
+    threads: int | None = None
 
 
 def divide(ranks: int, rank: int | None, pool: int = 1) -> Division:
@@ -61,6 +65,22 @@ def divide_as_declared(host: Host, declared: Declared, environ: Mapping[str, str
     if _is_own_mask(host, here.ranks, task_cpus):
         return here._replace(parts=1, among=_among(f"1 task, as Slurm narrowed it ({setting})", pool))
     return here._replace(bound=Bound(task_cpus, setting))
+
+
+def divide_as_live(here: Division, part: Part) -> Division:
+    """Divide as the live leases have it, instead of as it was declared.
+
+    Declared ranks that are still to come are in the part; those that have ended are not.
+    """
+    if part.processes > part.ranks:
+        among = f"{part.processes} processes that load"
+    elif part.ranks < here.parts:
+        among = f"{part.ranks} of {here.parts} ranks still to load"
+    elif part.ranks > here.parts:
+        among = f"{part.ranks} ranks that load"
+    else:
+        among = here.among
+    return here._replace(ranks=part.processes, parts=part.processes, among=among, threads=part.threads)
 
 
 def _is_own_mask(host: Host, tasks: int, task_cpus: int) -> bool:

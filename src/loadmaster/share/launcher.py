@@ -125,6 +125,8 @@ class Launcher(NamedTuple):
     exports
         Variables, besides ``OMP_NUM_THREADS``, that keep this launcher from binding a rank to fewer CPUs than it has
         threads; ``{threads}`` stands for their number.
+    job
+        Variables that together name the job, the same in all of its ranks.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Launcher(NamedTuple):
     read: Callable[[str, Mapping[str, str]], int] = _plain
     marker: str = ""
     exports: tuple[tuple[str, str], ...] = ()
+    job: tuple[str, ...] = ()
 
 
 # Open MPI 4 and 5 read one each, and bind a rank to one core by default where there are few ranks.
@@ -141,17 +144,28 @@ _INTEL_MPI = (("I_MPI_PIN_DOMAIN", "omp"),)
 _PALS = (("PALS_DEPTH", "{threads}"), ("PALS_CPU_BIND", "depth"))
 _MVAPICH = (("MV2_ENABLE_AFFINITY", "0"),)
 
+_TORCHRUN_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+
 LAUNCHERS = (
-    Launcher("torchrun", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),  # and accelerate, Ray Train, DeepSpeed over torchrun
-    Launcher("DeepSpeed", "LOCAL_SIZE", "LOCAL_RANK", marker="CROSS_SIZE"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", exports=_OPEN_MPI),
+    # and accelerate, Ray Train, DeepSpeed over torchrun
+    Launcher("torchrun", "LOCAL_WORLD_SIZE", "LOCAL_RANK", job=_TORCHRUN_JOB),
+    Launcher("DeepSpeed", "LOCAL_SIZE", "LOCAL_RANK", marker="CROSS_SIZE", job=("MASTER_ADDR", "MASTER_PORT")),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        exports=_OPEN_MPI,
+        job=_OPEN_MPI_JOB,
+    ),
     Launcher("MPICH or Intel MPI", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", exports=_INTEL_MPI),
-    Launcher("PALS", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID", exports=_PALS),
+    Launcher("PALS", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID", exports=_PALS, job=("PALS_APID",)),
     Launcher("MVAPICH", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", exports=_MVAPICH),
-    Launcher("Slurm", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", _slurm),
-    Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _flux),
+    Launcher("Slurm", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", _slurm, job=_SLURM_JOB),
+    Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _flux, job=("FLUX_JOB_ID",)),
 )
-OURS = Launcher("loadmaster", "LOADMASTER_LOCAL_SIZE", "LOADMASTER_LOCAL_RANK")
+OURS = Launcher("loadmaster", "LOADMASTER_LOCAL_SIZE", "LOADMASTER_LOCAL_RANK", job=("LOADMASTER_GROUP",))
 
 _GLOBAL_SIZES = (
     "WORLD_SIZE",

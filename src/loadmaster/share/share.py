@@ -1,6 +1,7 @@
 """One process's part of the host: how many threads, on which CPUs, and why.
 
 Host + ranks on it (argument, launcher) -> equal parts -> what the user set -> Share
+Live leases, where this process holds one -> a fair part instead of an equal one
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from dataclasses import dataclass
 from loadmaster.host import Host, read_host
 from loadmaster.host.notices import warn_once
 from loadmaster.share.cpusets import deal_cores, node_of
-from loadmaster.share.division import Division, divide, divide_as_declared
+from loadmaster.share.division import Division, divide, divide_as_declared, divide_as_live
+from loadmaster.share.fairness import Part
 from loadmaster.share.launcher import LAUNCHERS, OURS, parse_ranks, read_declared
 from loadmaster.share.settings import Bound, Settings, ray_assigned_cpus, read_settings
 
-__all__ = ["MAX_THREADS_PER_PROCESS", "Share", "exports_for", "plan_shares", "share"]
+__all__ = [
+    "MAX_THREADS_PER_PROCESS",
+    "Share",
+    "exports_for",
+    "live_share",
+    "own_share",
+    "plan_shares",
+    "read_request",
+    "share",
+    "upper_bound",
+]
 
 MAX_THREADS_PER_PROCESS = 16
 """More threads than this in one process have to be asked for.
@@ -81,8 +93,8 @@ def share(
     """
     environment = os.environ if environ is None else environ
     host = read_host(environ=environment) if host is None else host
-    here, settings = _read(host, workers, 1, threads, environment, "workers")
-    return _own_share(host, here, settings)
+    here, settings = read_request(host, workers, 1, threads, environment, "workers")
+    return own_share(host, here, settings)
 
 
 def plan_shares(
@@ -111,9 +123,9 @@ def plan_shares(
         If an argument or ``LOADMASTER_THREADS`` cannot be used.
     """
     environment = os.environ if environ is None else environ
-    here, settings = _read(host, ranks, parse_ranks(pool, "--pool"), threads, environment, "--ranks")
+    here, settings = read_request(host, ranks, parse_ranks(pool, "--pool"), threads, environment, "--ranks")
     if here.parts < here.ranks:
-        return (_own_share(host, here, settings),)
+        return (own_share(host, here, settings),)
     number, why = _decide(host, here, settings)
     dealt = deal_cores(host, here.ranks)
     nodes = {cpus: node_of(host, cpus) for cpus in set(dealt)}
@@ -132,7 +144,7 @@ def exports_for(share: Share, environ: Mapping[str, str]) -> dict[str, str]:
     return exports | {name: value.format(threads=share.threads) for row in rows for name, value in row.exports}
 
 
-def _read(
+def read_request(
     host: Host, ranks: int | None, pool: int, threads: int | None, environ: Mapping[str, str], name: str
 ) -> tuple[Division, Settings]:
     """What the host is divided into, and what the user set; problems with either are logged."""
@@ -145,17 +157,35 @@ def _read(
     return divide(parse_ranks(ranks, name), declared.rank, pool), settings
 
 
-def _own_share(host: Host, here: Division, settings: Settings) -> Share:
+def own_share(host: Host, here: Division, settings: Settings) -> Share:
+    """This process's part of a host that is divided so."""
     number, why = _decide(host, here, settings)
     whole = here.rank is None or here.parts == 1
     cpus = host.cpus if whole else deal_cores(host, here.parts)[here.rank or 0]
     return Share(number, cpus, here.ranks, why, here.rank, node_of(host, cpus))
 
 
+def live_share(host: Host, here: Division, settings: Settings, part: Part) -> Share:
+    """This process's part of a host of which live leases leave it ``part``, whatever was declared."""
+    live = divide_as_live(here, part)
+    if live.among == here.among:
+        return own_share(host, here._replace(threads=part.threads), settings)
+    number, why = _decide(host, live, settings)
+    rank = None if here.ranks == 1 else here.rank
+    return Share(number, host.cpus, live.ranks, why, rank, node_of(host, host.cpus))
+
+
+def upper_bound(here: Division, settings: Settings) -> Bound:
+    """The lowest bound on the threads of one team that is neither the host's nor the neighbours'."""
+    ceiling = Bound(max(1, MAX_THREADS_PER_PROCESS // here.pool), f"at most {MAX_THREADS_PER_PROCESS} per process")
+    bounds = [ceiling, *settings.bounds, *([] if here.bound is None else [here.bound])]
+    return min(bounds, key=lambda bound: bound.threads)
+
+
 def _decide(host: Host, here: Division, settings: Settings) -> tuple[int, str]:
     """The number of threads, and the reason for it."""
     divisor = here.parts * here.pool
-    number = max(1, host.compute_cpus // divisor)
+    equal = max(1, host.compute_cpus // divisor)
     why = f"{_capacity(host)} / {here.among}"
     if divisor > host.compute_cpus:
         why += f": {_oversubscribed(host)}"
@@ -163,13 +193,14 @@ def _decide(host: Host, here: Division, settings: Settings) -> tuple[int, str]:
         asked = settings.explicit
         given = min(asked.threads, len(host.cpus))
         few = f", but only {given} CPUs are usable" if given < asked.threads else ""
-        return given, f"{asked.reason} {asked.threads}{few} ({why} gives {number})"
-    ceiling = Bound(max(1, MAX_THREADS_PER_PROCESS // here.pool), f"at most {MAX_THREADS_PER_PROCESS} per process")
-    bounds = [ceiling, *settings.bounds, *([] if here.bound is None else [here.bound])]
-    lowest = min(bounds, key=lambda bound: bound.threads)
+        return given, f"{asked.reason} {asked.threads}{few} ({why} gives {equal})"
+    number = equal if here.threads is None else here.threads
+    lowest = upper_bound(here, settings)
     notes = [here.note, settings.raised if number > 1 else ""]
-    if lowest.threads < number:
+    if lowest.threads < max(number, equal) and lowest.threads <= number:
         number, notes = lowest.threads, [lowest.reason, *notes]
+    elif number != equal:
+        notes = [f"of which {number} are a fair part", *notes]
     return number, ", ".join([why, *filter(None, notes)])
 
 
