@@ -16,7 +16,7 @@ from launch.helpers.leftovers import alive_at_the_end, is_alive, taken_text
 from launch.helpers.rank_functions import ACT, wait_for_file
 from loadmaster.errors import RankError
 from loadmaster.launch import spawn
-from loadmaster.launch.spawn import run_ranks
+from loadmaster.launch.spawn import RanksStoppedError, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -154,6 +154,28 @@ def test_an_error_in_the_parent_stops_all_ranks(kind: type[BaseException]) -> No
     with pytest.raises(kind, match="of the parent"):
         run_ranks(ACT, [("wait", None)] * 2, environments=[dict(os.environ)] * 2, on_progress=interrupt)
     assert alive_at_the_end(processes, seconds=0) == []
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "polled"])
+def test_ranks_whose_time_is_over_are_stopped(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not watched:
+        monkeypatch.setattr(spawn, "_watch", lambda _: None)
+    processes: list[int] = []
+    started = time.monotonic()
+    with pytest.raises(RanksStoppedError, match="were not done in their time"):
+        run_ranks(
+            ACT,
+            [("wait", None)] * 2,
+            environments=[dict(os.environ)] * 2,
+            on_progress=lambda _, process: processes.append(process),
+            timeout_seconds=1.5,
+        )
+    assert 1.5 <= time.monotonic() - started < 10
+    assert alive_at_the_end(processes, seconds=0) == []
+
+
+def test_ranks_that_are_done_in_their_time_are_not_stopped() -> None:
+    assert run_ranks(ACT, [("answer", 1)], environments=[dict(os.environ)], timeout_seconds=60) == [(0, 1)]
 
 
 def test_a_rank_that_cannot_be_started_is_one_sentence_and_stops_the_ones_before_it() -> None:

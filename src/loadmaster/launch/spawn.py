@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from loadmaster.errors import RankError
 
-__all__ = ["decode_exit", "run_ranks"]
+__all__ = ["RanksStoppedError", "decode_exit", "run_ranks"]
 
 POLL_SECONDS = 0.2
 """How often ranks are looked at where the system cannot tell of their end."""
@@ -55,6 +55,10 @@ _CAUSES = {
     "SIGILL": "an instruction that this CPU does not have",
     "SIGXCPU": "the limit of CPU time was reached",
 }
+
+
+class RanksStoppedError(RankError):
+    """The ranks were stopped since the time that they were given was over."""
 
 
 @dataclass
@@ -84,6 +88,7 @@ def run_ranks(
     environments: Sequence[Mapping[str, str]],
     on_progress: Callable[[int, Any], None] | None = None,
     on_output: Callable[[int, str], None] | None = None,
+    timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Call ``function(job, context)`` in one process per job and return what each returned, in order.
 
@@ -97,18 +102,23 @@ def run_ranks(
         Called with the rank and what it gave to ``context.progress``.
     on_output : callable, optional
         Called with the rank and its text on standard error, where it ended well and wrote any.
+    timeout_seconds : float, optional
+        Stop all ranks when so much time has passed since this call, their start included.
 
     Raises
     ------
+    RanksStoppedError
+        The time was over before every rank was done.
     RankError
         A rank raised, was killed or ended without a result: one sentence per failed rank. The others were stopped.
     """
     ranks: list[_Rank] = []
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     messages = [pickle.dumps(job) for job in jobs]
     try:
         for number, (message, environment) in enumerate(zip(messages, environments, strict=True)):
             ranks.append(_start(number, function, message, environment))
-        _attend(ranks, on_progress)
+        _attend(ranks, on_progress, deadline)
         failed = [rank for rank in ranks if rank.failure is not None]
         if failed:
             raise _summary(failed, len(ranks))
@@ -158,10 +168,15 @@ def _watch(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _attend(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:
-    """Serve all ranks until each has finished or one has failed."""
+def _attend(
+    ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None, deadline: float | None = None
+) -> None:
+    """Serve all ranks until each has finished or one has failed, or ``deadline`` of the monotonic clock is over."""
     while any(not rank.ended for rank in ranks):
-        _serve([rank for rank in ranks if not rank.ended], on_progress)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise RanksStoppedError("the ranks were not done in their time and were stopped")
+        _serve([rank for rank in ranks if not rank.ended], on_progress, left)
         if any(rank.failure is not None for rank in ranks):
             return
         running = [rank for rank in ranks if not rank.ended]
@@ -172,10 +187,14 @@ def _attend(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | No
                     rank.connection.send("go")
 
 
-def _serve(ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None) -> None:
+def _serve(
+    ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None, at_most: float | None = None
+) -> None:
     """Wait until something happens, and take one message of each rank that has sent one, and every death."""
     watched = [rank.watch for rank in ranks if rank.watch is not None]
-    ready = wait([*(rank.connection for rank in ranks), *watched], None if len(watched) == len(ranks) else POLL_SECONDS)
+    if len(watched) < len(ranks):
+        at_most = POLL_SECONDS if at_most is None else min(at_most, POLL_SECONDS)
+    ready = wait([*(rank.connection for rank in ranks), *watched], at_most)
     for rank in ranks:
         if rank.connection in ready:
             _receive(rank, on_progress)
