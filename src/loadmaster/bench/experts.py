@@ -27,6 +27,7 @@ from loadmaster.errors import InputError
 from loadmaster.host import host
 from loadmaster.launch.load import LoadSettings
 from loadmaster.launch.rank import RankContext
+from loadmaster.share.lease import lease
 from loadmaster.threads.importing import require_torch
 
 __all__ = ["bench_experts", "expert_arms"]
@@ -115,15 +116,16 @@ def banks_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
     start_together(context, job.num_bytes)
     begin = time.perf_counter()
     checkpoint = open_checkpoint(job.path)
-    load_experts_of_rank(
-        banks,
-        checkpoint,
-        layout=job.settings.layout_for(checkpoint),
-        shard=job.settings.expert_shard(job.rank),
-        on_layer=None,
-        part=job.share,
-        progress=None,
-    )
+    with lease() as held:
+        load_experts_of_rank(
+            banks,
+            checkpoint,
+            layout=job.settings.layout_for(checkpoint),
+            shard=job.settings.expert_shard(job.rank),
+            on_layer=None,
+            held=held,
+            progress=None,
+        )
     return _finish(job, context, banks, time.perf_counter() - begin)
 
 
@@ -237,7 +239,8 @@ def cat_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
     checkpoint = open_checkpoint(job.path)
     layout = job.settings.layout_for(checkpoint)
     tensors: dict[str, Any] = {}
-    load_rank(tensors, checkpoint.subset(lambda name: EXPERTS in name), None, dtype=None, part=job.share, progress=None)
+    with lease() as held:
+        load_rank(tensors, checkpoint.subset(lambda name: EXPERTS in name), None, dtype=None, held=held, progress=None)
     banks: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(layout.pattern, name)

@@ -29,6 +29,7 @@ from loadmaster.launch.load import LoadSettings
 from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import run_ranks
 from loadmaster.share import Share, plan_shares
+from loadmaster.share.lease import lease
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import require_torch
 
@@ -220,7 +221,8 @@ def read_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
     tensors: dict[str, Any] = {}
     start_together(context, job.num_bytes)
     begin = time.perf_counter()
-    load_rank(tensors, job.path, job.settings.shard(job.rank), dtype=None, part=job.share, progress=None)
+    with lease() as held:
+        load_rank(tensors, job.path, job.settings.shard(job.rank), dtype=None, held=held, progress=None)
     return _finish(job, context, tensors, time.perf_counter() - begin)
 
 

@@ -15,25 +15,40 @@ from typing import Any
 
 from loadmaster.host import host
 
-__all__ = ["ArmResult", "BenchRecord"]
+__all__ = ["ArmResult", "BenchRecord", "noise"]
 
 _PACKAGES = ("loadmaster", "torch", "safetensors", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """One arm of a bench: the seconds of each repetition, in the order they ran."""
+    """One arm of a bench: the seconds of each repetition that was done, in the order they ran.
+
+    ``stopped_after`` are the seconds after which a repetition was stopped since the time of the bench was over; 0 where
+    there was none left to begin it.
+    """
 
     name: str
     what: str
     seconds: Sequence[float]
     num_bytes: int
     tensors: int
+    stopped_after: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a figure at all: at least one repetition was done."""
+        return bool(self.seconds)
 
     @property
     def median(self) -> float:
-        """Median seconds."""
+        """Median seconds of a finished arm."""
         return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Largest less least of the seconds, in parts of the median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median if self.median else 0.0
 
     @property
     def gib_per_second(self) -> float:
@@ -46,12 +61,13 @@ class ArmResult:
             "name": self.name,
             "what": self.what,
             "seconds": list(self.seconds),
-            "median_seconds": self.median,
-            "spread": (max(self.seconds) - min(self.seconds)) / self.median,
+            "median_seconds": self.median if self.finished else None,
+            "spread": self.spread if self.finished else None,
             "bytes": self.num_bytes,
             "tensors": self.tensors,
-            "gib_per_second": self.gib_per_second,
-            "microseconds_per_tensor": 1e6 * self.median / self.tensors if self.tensors else None,
+            "gib_per_second": self.gib_per_second if self.finished and self.median else None,
+            "microseconds_per_tensor": 1e6 * self.median / self.tensors if self.finished and self.tensors else None,
+            "stopped_after_seconds": self.stopped_after,
         }
 
 
@@ -74,6 +90,18 @@ class BenchRecord:
             "settings": self.settings,
             "arms": [arm.as_dict() for arm in self.arms],
         }
+
+
+def noise(arms: Sequence[ArmResult]) -> str:
+    """Say how far the repetitions of the noisiest arm are apart."""
+    repeated = [arm for arm in arms if len(arm.seconds) > 1]
+    if not repeated:
+        return "no arm ran more than once, so that nothing tells how noisy this was"
+    noisiest = max(repeated, key=lambda arm: arm.spread)
+    return (
+        f"noise: the largest spread, (max - min) / median, is {noisiest.spread:.2f}, that of {noisiest.name!r} in "
+        f"{len(noisiest.seconds)} repetitions"
+    )
 
 
 def _machine() -> dict[str, Any]:

@@ -80,14 +80,18 @@ class BankLayout:
         for text in (self.pattern, self.ignore):
             try:
                 groups = re.compile(text).groupindex
-            except re.error as broken:
+            except (re.error, OverflowError, RecursionError) as broken:
                 raise InputError(f"experts layout {self.name!r}: {text!r} is no regular expression: {broken}") from None
             if text == self.pattern and not {"layer", "projection"} <= set(groups):
                 raise InputError(f"experts layout {self.name!r}: the pattern needs the groups layer and projection")
         for name, bank in self.banks.items():
             for other in filter(None, (bank.spread, bank.scales)):
-                if other not in self.banks:
-                    raise InputError(f"experts layout {self.name!r}: {name} goes by {other!r}, which is no bank of it")
+                if other not in self.banks or self.banks[other].spread or self.banks[other].scales:
+                    raise InputError(
+                        f"experts layout {self.name!r}: {name} goes by {other!r}, which is no bank of weights of it"
+                    )
+            if (bank.halves or bank.interleaved) and bank.intermediate == 1:
+                raise InputError(f"experts layout {self.name!r}: {name} has gate and up in its rows; no columns are cut")
             for index, part in enumerate(bank.parts):
                 if part in self._places:
                     raise InputError(f"experts layout {self.name!r}: {part!r} has two places")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from loadmaster.checkpoint.bank_layout import EXPERTS, Bank, BankLayout, layout_of
-from loadmaster.checkpoint.dtypes import item_bytes, torch_dtype
+from loadmaster.checkpoint.dtypes import DTYPES, item_bytes, torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
@@ -34,7 +34,7 @@ from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.errors import CheckpointError, InputError, PlacementError
 from loadmaster.observe.memory import peak_rss
 from loadmaster.observe.report import PhaseClock, RankReport, Report
-from loadmaster.share import Share, share
+from loadmaster.share.lease import Lease, lease
 
 if TYPE_CHECKING:
     import torch
@@ -124,16 +124,17 @@ def load_experts(
     PlacementError
         A dimension does not divide among the ranks.
     """
-    return load_experts_of_rank(
-        banks,
-        path,
-        layout=layout,
-        shard=shard,
-        on_layer=on_layer,
-        part=share(threads=threads),
-        progress=progress,
-        cache=CacheUse(cold, drop_cache),
-    )
+    with lease(threads=threads) as held:
+        return load_experts_of_rank(
+            banks,
+            path,
+            layout=layout,
+            shard=shard,
+            on_layer=on_layer,
+            held=held,
+            progress=progress,
+            cache=CacheUse(cold, drop_cache),
+        )
 
 
 def load_experts_of_rank(
@@ -143,12 +144,13 @@ def load_experts_of_rank(
     layout: BankLayout | None,
     shard: ExpertShard | None,
     on_layer: OnLayer | None,
-    part: Share,
+    held: Lease,
     progress: Callable[[int, int], None] | None,
     cache: CacheUse = KEEP_CACHE,
 ) -> Report:
-    """Load with a share that is already known; otherwise as `load_experts`."""
+    """Load under a lease that is held; otherwise as `load_experts`."""
     started = time.perf_counter()
+    part = held.look()
     clock = PhaseClock()
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -156,7 +158,7 @@ def load_experts_of_rank(
         plan = plan_banks(checkpoint, layout or layout_of(checkpoint, checkpoint.path), shard or ExpertShard())
         filling = _Filling(plan)
     with clock.phase("read"):
-        bytes_read = filling.run(checkpoint, part.threads, on_layer, progress, cache)
+        bytes_read = filling.run(checkpoint, lambda: held.look().threads, on_layer, progress, cache)
     banks.update(filling.banks)
     wall = time.perf_counter() - started
     clock.seconds["convert"] += wall - sum(clock.seconds.values())
@@ -272,12 +274,17 @@ def _collect(checkpoint: Checkpoint, layout: BankLayout) -> dict[int, _Given]:
         place = layout.place_of(words["projection"], words.get("kind"))
         if place is None:
             raise CheckpointError(f"{entry.file}: tensor {name!r} has an unknown projection or kind")
-        layer, expert = int(words["layer"]), words.get("expert")
+        expert = words.get("expert")
+        try:
+            layer, key = int(words["layer"]), None if expert is None else int(expert)
+        except (TypeError, ValueError):
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r}: layer {words['layer']!r} or expert {expert!r} is no number"
+            ) from None
         of_layer = found.get(layer)
         if of_layer is None:
             of_layer = found[layer] = _Given({bank: [{} for _ in row.parts] for bank, row in layout.banks.items()})
         slot = of_layer.parts[place[0]][place[1]]
-        key = None if expert is None else int(expert)
         if key in slot:
             raise CheckpointError(f"{entry.file}: tensor {name!r} takes the place that {slot[key].name!r} has already")
         slot[key] = entry
@@ -338,7 +345,10 @@ class _LayerPlanner:
         """The number of experts: what config.json says, or what the tensors show."""
         slots = [slot for parts in self.given.parts.values() for slot in parts]
         fused = [slot[None].shape[0] for slot in slots if None in slot and slot[None].shape]
-        seen = max([*fused, *(key + 1 for slot in slots for key in slot if key is not None)])
+        seen = max([*fused, *(key + 1 for slot in slots for key in slot if key is not None)], default=0)
+        if not seen:
+            entry = next(entry for slot in slots for entry in slot.values())
+            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} of shape {list(entry.shape)} holds no experts")
         if number is not None and seen > number:
             raise CheckpointError(f"layer {self.layer} has an expert {seen - 1}, and config.json says {number} experts")
         return seen if number is None else number
@@ -370,8 +380,11 @@ class _LayerPlanner:
         first = cuts[0]
         self._entries_seen[name] = parts[0][0][0]
         for cut, entries in zip(cuts, parts, strict=True):
-            if cut.tail != first.tail or cut.dtype != first.dtype:
+            if cut.shape != first.shape or cut.dtype != first.dtype:
                 raise self._unlike(entries[0][0], parts[0][0][0])
+        if not DTYPES[first.dtype].torch_name:
+            entry = parts[0][0][0]
+            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} is {entry.dtype}, which torch does not have")
         rows = self.rows[name] = sum(cut.rows for cut in cuts)
         line = int(np.prod(first.tail, dtype=np.int64)) * item_bytes(first.dtype)
         planned = self._place(name, first.dtype, (len(self.experts), rows, *first.tail))
@@ -383,7 +396,7 @@ class _LayerPlanner:
                 if entry.shape != wanted or entry.dtype != dtype:
                     raise self._unlike(entry, entries[0][0])
                 source, target = entry.offset + inside * size, offset + row * rows * line
-                for run in cut.runs:
+                for run in cut.runs if size else ():
                     runs.append((entry.file, Run(source + run[0], run[1], run[2], run[3], run[4], run[5]), target))
             offset += cut.rows * line
         return planned
@@ -448,6 +461,11 @@ class _LayerPlanner:
 
     def _spread(self, name: str, bank: Bank, runs: list[tuple[str, Run, int]]) -> tuple[PlannedBank, _Scalars]:
         parts = len(bank.parts)
+        if self.rows[bank.spread] % parts:
+            raise PlacementError(
+                f"layer {self.layer}: {parts} scalars (bank {name}) cannot be spread over the {self.rows[bank.spread]} "
+                f"rows of bank {bank.spread}"
+            )
         planned = self._place(name, "F16", (len(self.experts), self.rows[bank.spread]))
         offset, self.at = self.at, self.at + _aligned(4 * parts * len(self.experts))
         for index in range(parts):
@@ -519,8 +537,9 @@ class _Filling:
         for _, start, stop in piece.vectors:
             index = bisect.bisect_right(self._ends, start)
             while stop > self._ends[index]:  # two layers that follow each other in the file as in memory
-                layers.append((index, self._ends[index] - start))
-                start = self._ends[index]
+                if self._ends[index] > start:  # a layer without a byte has its end where it begins
+                    layers.append((index, self._ends[index] - start))
+                    start = self._ends[index]
                 index += 1
             layers.append((index, stop - start))
         return layers
@@ -528,7 +547,7 @@ class _Filling:
     def run(
         self,
         checkpoint: Checkpoint,
-        threads: int,
+        threads: Callable[[], int],
         on_layer: OnLayer | None,
         progress: Callable[[int, int], None] | None,
         cache: CacheUse,

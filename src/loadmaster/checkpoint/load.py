@@ -21,7 +21,7 @@ from loadmaster.checkpoint.target import Target, new_memory, target_of
 from loadmaster.errors import InputError, PlacementError
 from loadmaster.observe.memory import peak_rss
 from loadmaster.observe.report import PhaseClock, RankReport, Report
-from loadmaster.share import Share, share
+from loadmaster.share.lease import Lease, lease
 
 if TYPE_CHECKING:
     import torch
@@ -81,9 +81,9 @@ def load(
     PlacementError
         A tensor does not divide among the ranks, or does not fit the target; a name that only one side has.
     """
-    part = share(threads=threads)
     cache = CacheUse(cold, drop_cache)
-    return load_rank(target, path, shard or placement, dtype=dtype, part=part, progress=progress, cache=cache)
+    with lease(threads=threads) as held:
+        return load_rank(target, path, shard or placement, dtype=dtype, held=held, progress=progress, cache=cache)
 
 
 def load_rank(
@@ -92,18 +92,19 @@ def load_rank(
     where: Shard | Placements | None,
     *,
     dtype: torch.dtype | None,
-    part: Share,
+    held: Lease,
     progress: Progress | None,
     cache: CacheUse = KEEP_CACHE,
 ) -> Report:
-    """Load one rank with a share that is already known; otherwise as `load`."""
+    """Load one rank under a lease that is held; otherwise as `load`."""
     started = time.perf_counter()
+    part = held.look()
     clock = PhaseClock()
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     with clock.phase("plan"), paused_garbage_collection():
         aim = target_of(target, place(checkpoint, where, dtype))
-    bytes_read = _fill(aim, checkpoint, part.threads, clock, progress, cache)
+    bytes_read = _fill(aim, checkpoint, held, clock, progress, cache)
     aim.hand_out()
     wall = time.perf_counter() - started
     clock.seconds["convert"] += wall - sum(clock.seconds.values())
@@ -142,7 +143,7 @@ def place(checkpoint: Checkpoint, where: Shard | Placements | None, dtype: torch
 def _fill(
     aim: Target,
     checkpoint: Checkpoint,
-    threads: int,
+    held: Lease,
     clock: PhaseClock,
     progress: Progress | None,
     cache: CacheUse,
@@ -155,7 +156,7 @@ def _fill(
         result = read_pieces(
             pieces,
             checkpoint.files,
-            threads,
+            lambda: held.look().threads,
             (lambda done: progress(done, total)) if progress else None,
             lambda file, offset: tensor_at(checkpoint, file, offset),
             cache=cache,
@@ -184,14 +185,14 @@ def iter_tensors(
     The next batch is read while the caller uses this one; a tensor stays valid as long as it is held, and closing the
     iterator stops the reading. Parameters and errors as for `load`.
     """
-    part = share(threads=threads)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     batches = _batches(place(checkpoint, shard, dtype))
+    held = lease(threads=threads)
 
     def read(batch: list[Placement]) -> dict[str, torch.Tensor]:
-        return _read_new(checkpoint, batch, part.threads)
+        return _read_new(checkpoint, batch, lambda: held.look().threads)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="loadmaster-ahead") as ahead:
+    with held, ThreadPoolExecutor(1, thread_name_prefix="loadmaster-ahead") as ahead:
         reading = ahead.submit(read, next(batches, []))
         for batch in itertools.chain(batches, [None]):
             tensors = reading.result()
@@ -213,7 +214,9 @@ def _batches(placements: Sequence[Placement]) -> Iterator[list[Placement]]:
         yield batch
 
 
-def _read_new(checkpoint: Checkpoint, placements: Sequence[Placement], threads: int) -> dict[str, torch.Tensor]:
+def _read_new(
+    checkpoint: Checkpoint, placements: Sequence[Placement], threads: int | Callable[[], int]
+) -> dict[str, torch.Tensor]:
     tensors, destinations = new_memory(placements)
     pieces = plan_pieces(placements, destinations)
     read_pieces(pieces, checkpoint.files, threads, None, lambda file, offset: tensor_at(checkpoint, file, offset))

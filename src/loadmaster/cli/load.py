@@ -81,6 +81,7 @@ def load(
             tp_plan=read_tp_plan(tp_plan).overrides if tp_plan is not None else None,
             dtype=dtype,
             verify=verify,
+            threads=threads,
             experts=experts or experts_layout is not None,
             layout=read_layout(experts_layout) if experts_layout is not None else None,
             experts_by=experts_by.value,

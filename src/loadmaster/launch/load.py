@@ -23,6 +23,7 @@ from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import run_ranks
 from loadmaster.observe.report import RankReport, Report, Verified
 from loadmaster.share import Share
+from loadmaster.share.lease import Lease, lease
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import require_torch
 
@@ -36,7 +37,8 @@ __all__ = ["LoadSettings", "load_in_rank", "load_ranks"]
 class LoadSettings:
     """How ``ranks`` ranks load: their tensor-parallel shards or each the whole, converted or not, verified or not.
 
-    ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``. With
+    ``tp_plan`` are rows that win over the built-in ones; ``dtype`` is a name of torch's, such as ``bfloat16``;
+    ``threads`` is an explicit number for each rank, which otherwise follows its share while it loads. With
     ``experts`` the experts go into banks, as ``layout`` says or as their names do. ``experts_by`` deals them to the
     ranks: ``tp`` cuts each, ``blocks`` and ``strided`` give each rank whole ones. ``cache`` is for the page cache.
     """
@@ -46,6 +48,7 @@ class LoadSettings:
     tp_plan: Mapping[str, str] | None = None
     dtype: str | None = None
     verify: bool = False
+    threads: int | None = None
     experts: bool = False
     layout: BankLayout | None = None
     experts_by: str = "tp"
@@ -76,7 +79,6 @@ class _Job:
     path: str
     rank: int
     settings: LoadSettings
-    share: Share
     started: float
 
 
@@ -110,10 +112,7 @@ def load_ranks(
     if settings.experts:
         plan_banks(checkpoint, settings.layout_for(checkpoint), settings.expert_shard(0))
     place(_apart_from_banks(checkpoint, settings), settings.shard(0), _dtype(settings))
-    jobs = [
-        _Job(path=os.fspath(path), rank=rank, settings=settings, share=share, started=started)
-        for rank, share in enumerate(shares)
-    ]
+    jobs = [_Job(path=os.fspath(path), rank=rank, settings=settings, started=started) for rank in range(len(shares))]
     cores = recent_host().compute_cpus
     environments = [
         rank_environment(share.threads, rank, len(shares), cores=cores) for rank, share in enumerate(shares)
@@ -154,23 +153,24 @@ def load_in_rank(job: _Job, context: RankContext) -> _Done:
     """Load this rank's part; in the rank's process."""
     logging.getLogger("loadmaster.checkpoint.sharding").setLevel(logging.ERROR)  # the parent has warned already
     import_torch()
-    context.barrier()
-    begin = time.monotonic()
     tensors: dict[str, Any] = {}
     banks: dict[int, Mapping[str, Any]] = {}
-    if job.settings.experts:
-        report = _load_with_banks(tensors, banks, job, context)
-    else:
-        report = load_rank(
-            tensors,
-            job.path,
-            job.settings.shard(job.rank),
-            dtype=_dtype(job.settings),
-            part=job.share,
-            progress=lambda done, total: context.progress((done, total)),
-            cache=job.settings.cache,
-        ).ranks[0]
-    load_seconds = time.monotonic() - begin
+    with lease(threads=job.settings.threads) as held:
+        context.barrier()
+        begin = time.monotonic()
+        if job.settings.experts:
+            report = _load_with_banks(tensors, banks, job, context, held)
+        else:
+            report = load_rank(
+                tensors,
+                job.path,
+                job.settings.shard(job.rank),
+                dtype=_dtype(job.settings),
+                held=held,
+                progress=lambda done, total: context.progress((done, total)),
+                cache=job.settings.cache,
+            ).ranks[0]
+        load_seconds = time.monotonic() - begin
     verified = None
     seconds = {**report.seconds, "start": begin - job.started}
     if job.settings.verify:
@@ -181,7 +181,7 @@ def load_in_rank(job: _Job, context: RankContext) -> _Done:
 
 
 def _load_with_banks(
-    tensors: dict[str, Any], banks: dict[int, Mapping[str, Any]], job: _Job, context: RankContext
+    tensors: dict[str, Any], banks: dict[int, Mapping[str, Any]], job: _Job, context: RankContext, held: Lease
 ) -> RankReport:
     """Load the experts into banks and the rest as tensors, one after the other; their phases add up."""
     started = time.perf_counter()
@@ -195,7 +195,7 @@ def _load_with_banks(
         rest,
         settings.shard(job.rank),
         dtype=_dtype(settings),
-        part=job.share,
+        held=held,
         progress=lambda done, total: context.progress((done, total + expected)),
         cache=settings.cache,
     ).ranks[0]
@@ -205,7 +205,7 @@ def _load_with_banks(
         layout=settings.layout_for(checkpoint),
         shard=settings.expert_shard(job.rank),
         on_layer=None,
-        part=job.share,
+        held=held,
         progress=lambda done, total: context.progress((first.bytes_placed + done, first.bytes_placed + total)),
         cache=settings.cache,
     ).ranks[0]

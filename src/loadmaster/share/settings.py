@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from loadmaster.host.limits import parse_count
 
-__all__ = ["Bound", "Settings", "parse_omp_num_threads", "ray_assigned_cpus", "read_settings"]
+__all__ = ["USER_OMP_VARIABLE", "Bound", "Settings", "parse_omp_num_threads", "ray_assigned_cpus", "read_settings"]
+
+
+USER_OMP_VARIABLE = "LOADMASTER_OMP_NUM_THREADS"
+"""Where our launchers set ``OMP_NUM_THREADS`` to a share, this has what the user set: a number, or nothing."""
 
 
 class Bound(NamedTuple):
@@ -65,8 +69,8 @@ def read_settings(threads: int | None, environ: Mapping[str, str], assigned_cpus
     if ours:
         return Settings(explicit=Bound(parse_count(ours, "LOADMASTER_THREADS"), "LOADMASTER_THREADS"))
     bounds = [] if not assigned_cpus else [Bound(max(1, int(assigned_cpus)), f"Ray assigned {assigned_cpus:g} CPUs")]
-    text = environ.get("OMP_NUM_THREADS")
-    if text is None:
+    text = environ.get(USER_OMP_VARIABLE, environ.get("OMP_NUM_THREADS"))
+    if text is None or (not text and USER_OMP_VARIABLE in environ):
         return Settings(bounds=tuple(bounds))
     number = parse_omp_num_threads(text)
     if number is None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from loadmaster.share.settings import USER_OMP_VARIABLE
+
 __all__ = ["openmp_of_torch", "rank_environment", "wait_policy"]
 
 _USER_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
@@ -31,7 +33,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of rank ``rank``: ``environ`` with its thread count and its place among the ranks.
 
-    ``threads`` is a share, which never exceeds an ``OMP_NUM_THREADS`` that the user set. ``cores`` are those that the
+    ``threads`` is a share, which never exceeds an ``OMP_NUM_THREADS`` that the user set; what the user set is passed on
+    beside it, so that ours is not taken for a bound when the share grows. ``cores`` are those that the
     ranks share; without it the wait policy is left alone.
     """
     base = os.environ if environ is None else environ
@@ -40,6 +43,7 @@ def rank_environment(
         **base,
         **shortened,
         "OMP_NUM_THREADS": str(threads),
+        USER_OMP_VARIABLE: base.get(USER_OMP_VARIABLE, base.get("OMP_NUM_THREADS", "")),
         "LOADMASTER_LOCAL_RANK": str(rank),
         "LOADMASTER_LOCAL_SIZE": str(ranks),
     }

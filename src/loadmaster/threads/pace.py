@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -12,12 +11,11 @@ __all__ = ["paced"]
 
 _Item = TypeVar("_Item")
 
-LOOK_SECONDS = 0.1
-"""How often the share is looked at. Between two looks an item costs one reading of the clock."""
-
 
 def paced(weights: Iterable[_Item], threads: Threads = "auto") -> Iterator[_Item]:
     """Yield the items of ``weights`` within the scope of `load_threads`, whose count follows the share meanwhile.
+
+    Following costs an item one number read from memory and one look at the clock.
 
     The scope is open from the first item to the last one, or until the iterator is closed or dropped, in the thread
     that iterates; the loop's body runs in it.
@@ -38,11 +36,7 @@ def paced(weights: Iterable[_Item], threads: Threads = "auto") -> Iterator[_Item
 
 
 def _paced(weights: Iterable[_Item], scope: LoadThreads) -> Iterator[_Item]:
-    clock = time.monotonic
     with scope:
-        due = clock() + LOOK_SECONDS
         for item in weights:
             yield item
-            if clock() >= due:
-                scope.follow()
-                due = clock() + LOOK_SECONDS
+            scope.follow()

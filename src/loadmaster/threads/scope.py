@@ -1,5 +1,6 @@
 """The scope: torch runs with the share of this process while somebody else's loader loads.
 
+    other processes       see that this one loads                                  `Lease`
     this thread           raised or lowered, through the OpenMP run time           `_Thread`
     threads that start    lowered, never raised; and BLAS pools of the process     `ProcessCounts`
     threads that run      cannot be changed from here
@@ -25,7 +26,8 @@ from typing import Any, Literal, TypeVar
 from loadmaster.errors import InputError
 from loadmaster.host import Host, recent_host
 from loadmaster.host.notices import warn_once
-from loadmaster.share import Share, share
+from loadmaster.share import Share
+from loadmaster.share.lease import Lease, lease
 from loadmaster.threads.binding import binding_problem
 from loadmaster.threads.forks import forked_with_torch
 from loadmaster.threads.importing import import_torch, kept_affinity
@@ -94,7 +96,8 @@ class LoadThreads:
         self._only = only
         self._entered = False
         self._share: Share | None = None
-        self._wanted = _NO_SHARE
+        self._wanted = self._seen = _NO_SHARE
+        self._lease: Lease | None = None
         self._thread: _Thread | None = None
         self._affinity = kept_affinity()
         self._forced = False
@@ -149,13 +152,25 @@ class LoadThreads:
         that would move is that thread's own.
         """
         assert self._share is not None
-        if self._threads != "auto" or self._forced or self._thread is None or not self._thread.is_here:
+        assert self._lease is not None
+        now = self._lease.look()
+        if now is self._seen or self._forced or self._thread is None or not self._thread.is_here:
             return self._share
-        now = share(host=recent_host())
+        self._seen = now
         if now.threads != self._wanted.threads:
-            _log.info("torch intra-op threads: %d -> %d (%s)", self._used, now.threads, now.why)
             self._apply(now)
         return self._share
+
+    @property
+    def share(self) -> Share:
+        """The share in force."""
+        assert self._share is not None
+        return self._share
+
+    def share_now(self) -> Share:
+        """The share at this moment, whatever is in force here; the same object as long as nothing has changed."""
+        assert self._lease is not None
+        return self.share if self._threads != "auto" or self._forced or self._thread is None else self._lease.look()
 
     def _enter(self) -> Share:
         self._started = time.monotonic()
@@ -177,12 +192,14 @@ class LoadThreads:
 
     def _decide(self, here: Host) -> Share:
         self._forced = forked_with_torch()
+        self._lease = lease(threads=None if self._threads == "auto" else self._threads, host=here)
+        self._lease.join()
+        part = self._seen = self._lease.look()
         if self._forced:
             warn_once(__name__, FORKED)
-            return replace(share(host=here), threads=1, why=FORKED)
+            return replace(part, threads=1, why=FORKED)
         if self._threads == "auto":
-            return share(host=here)
-        part = share(threads=self._threads, host=here)
+            return part
         part = replace(part, why=part.why.replace("--threads", "load_threads"))
         if part.threads < self._threads:
             _log.info("load_threads(%d): %d, since only so many CPUs are usable", self._threads, part.threads)
@@ -225,6 +242,8 @@ class LoadThreads:
                 if self._thread is not None:
                     self._thread.close(self)
             finally:
+                if self._lease is not None:
+                    self._lease.leave()
                 self._affinity.__exit__(None, None, None)
 
     def _log_end(self, part: Share) -> None:
