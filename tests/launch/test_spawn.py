@@ -105,6 +105,7 @@ def test_a_rank_finds_the_environment_that_was_given_and_no_other(monkeypatch: p
         assert environment == {
             **given,
             "OMP_NUM_THREADS": "31"[rank],
+            "LOADMASTER_OMP_NUM_THREADS": "",
             "LOADMASTER_LOCAL_RANK": str(rank),
             "LOADMASTER_LOCAL_SIZE": "2",
         }

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from loadmaster.share import share
+from loadmaster.share.settings import read_settings
 from loadmaster.threads import environment, openmp
 from loadmaster.threads.environment import openmp_of_torch, rank_environment, wait_policy
 
@@ -21,6 +22,7 @@ def test_a_rank_is_told_its_threads_its_number_and_how_many_there_are() -> None:
     assert rank_environment(3, 1, 4, given) == {
         "HOME": "/home/user",
         "OMP_NUM_THREADS": "3",
+        "LOADMASTER_OMP_NUM_THREADS": "12",
         "LOADMASTER_LOCAL_RANK": "1",
         "LOADMASTER_LOCAL_SIZE": "4",
     }
@@ -35,9 +37,20 @@ def test_the_environment_of_this_process_is_the_default_and_stays_as_it_is(monke
     assert inside == {
         **before,
         "OMP_NUM_THREADS": "2",
+        "LOADMASTER_OMP_NUM_THREADS": before.get("OMP_NUM_THREADS", ""),
         "LOADMASTER_LOCAL_RANK": "0",
         "LOADMASTER_LOCAL_SIZE": "1",
     }
+
+
+@pytest.mark.parametrize(("of_user", "bound"), [({}, 4), ({"OMP_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": ""}, 4)])
+def test_what_the_user_set_is_a_bound_in_a_rank_and_what_we_set_is_none(of_user: dict[str, str], bound: int) -> None:
+    """Also in a process that the rank starts in the same way."""
+    environ = rank_environment(1, 0, 2, of_user)
+    for inside in (environ, rank_environment(1, 1, 2, environ)):
+        settings = read_settings(None, inside)
+        assert min([4, *(row.threads for row in settings.bounds)]) == bound
+        assert settings.problems == ()
 
 
 def test_a_rank_reads_its_place_among_the_ranks_from_it() -> None:
@@ -74,7 +87,8 @@ def test_what_the_user_set_for_waiting_stays(
     monkeypatch.setattr(environment, "openmp_of_torch", lambda: run_time)
     inside = rank_environment(1, 0, 8, of_user, cores=2)
     assert {name: inside[name] for name in of_user} == of_user
-    assert set(inside) == {*of_user, "OMP_NUM_THREADS", "LOADMASTER_LOCAL_RANK", "LOADMASTER_LOCAL_SIZE"}
+    ours = {"OMP_NUM_THREADS", "LOADMASTER_OMP_NUM_THREADS", "LOADMASTER_LOCAL_RANK", "LOADMASTER_LOCAL_SIZE"}
+    assert set(inside) == {*of_user, *ours}
 
 
 @pytest.mark.parametrize("run_time", ["libgomp", "libomp", "libiomp", ""])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,31 @@ import torch
 
 import loadmaster as lm
 from loadmaster.errors import InputError
-from loadmaster.threads import pace
+from loadmaster.share import Share, lease
 from threads.conftest import counts, needs_two_cpus
 from threads.test_contract import OtherThread
 
 
 @pytest.fixture
-def looked_at_each_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the share be looked at after every item instead of every tenth of a second."""
-    monkeypatch.setattr(pace, "LOOK_SECONDS", 0.0)
+def set_share(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let a test say what this process's share is, as neighbours that come and go would."""
+    real = lease.Lease.look
+    wanted: list[int] = []
+    known: dict[int, Share] = {}
+
+    def look(held: lease.Lease) -> Share:
+        found = real(held)
+        if not wanted or held._settings.explicit is not None:
+            return found
+        part = replace(found, threads=wanted[0], why=f"a share of {wanted[0]}")
+        return known.setdefault(wanted[0], part)
+
+    monkeypatch.setattr(lease.Lease, "look", look)
+
+    def set_to(threads: int) -> None:
+        wanted[:] = [threads]
+
+    return set_to
 
 
 def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -54,17 +71,16 @@ def test_the_body_of_the_loop_and_the_source_run_in_the_scope(before: int, threa
 
 
 @needs_two_cpus
-@pytest.mark.usefixtures("looked_at_each_item")
 def test_the_count_follows_the_share_once_per_change(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_share: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LOADMASTER_THREADS", "1")
+    set_share(1)
     wanted = [1, 1, 2, 2, 2, 1, 1]
     seen = []
     with caplog.at_level(logging.INFO, "loadmaster"):
         for threads in lm.paced(wanted):
             seen.append(counts())
-            monkeypatch.setenv("LOADMASTER_THREADS", str(threads))
+            set_share(threads)
     # What was set after an item holds from the next one on.
     assert seen == [(1, 1), (1, 1), (1, 1), (2, 2), (2, 2), (2, 2), (1, 1)]
     assert changes(caplog) == ["1 -> 2", "2 -> 1"]
@@ -72,40 +88,37 @@ def test_the_count_follows_the_share_once_per_change(
 
 
 @needs_two_cpus
-@pytest.mark.usefixtures("looked_at_each_item")
-def test_a_share_that_grows_never_raises_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_grows_never_raises_new_threads(set_share: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setenv("LOADMASTER_THREADS", "1")
+    set_share(1)
     seen = []
     for _ in lm.paced(range(3)):
         seen.append(counts())
-        monkeypatch.setenv("LOADMASTER_THREADS", "2")
+        set_share(2)
     assert seen == [(1, 1), (2, 1), (2, 1)]
     assert counts() == (1, 1)
 
 
 @needs_two_cpus
-@pytest.mark.usefixtures("looked_at_each_item")
-def test_an_explicit_number_never_follows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_explicit_number_never_follows(set_share: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
     seen = []
     with caplog.at_level(logging.INFO, "loadmaster"):
         for threads in lm.paced([2, 1, 2], 1):
-            monkeypatch.setenv("LOADMASTER_THREADS", str(threads))
+            set_share(threads)
             seen.append(counts())
     assert seen == [(1, 1)] * 3
     assert changes(caplog) == []
 
 
 @needs_two_cpus
-@pytest.mark.usefixtures("looked_at_each_item")
-def test_a_scope_in_the_body_keeps_its_own_count_when_the_share_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOADMASTER_THREADS", "2")
+def test_a_scope_in_the_body_keeps_its_own_count_when_the_share_changes(set_share: Callable[[int], None]) -> None:
+    set_share(2)
     weights = lm.paced(range(3))
     next(weights)
     with lm.load_threads(1):
-        monkeypatch.setenv("LOADMASTER_THREADS", "1")
+        set_share(1)
         next(weights)
-        monkeypatch.setenv("LOADMASTER_THREADS", "2")
+        set_share(2)
         next(weights)
         assert counts() == (1, 1)
     assert counts() == (2, 2)
@@ -114,30 +127,20 @@ def test_a_scope_in_the_body_keeps_its_own_count_when_the_share_changes(monkeypa
 
 
 @needs_two_cpus
-@pytest.mark.usefixtures("looked_at_each_item")
 def test_an_iterator_that_another_thread_goes_on_with_moves_the_count_of_neither(
-    monkeypatch: pytest.MonkeyPatch,
+    set_share: Callable[[int], None],
 ) -> None:
-    monkeypatch.setenv("LOADMASTER_THREADS", "1")
+    set_share(1)
     weights = lm.paced(range(3))
     next(weights)
     with OtherThread() as other:
         began = other.do(torch.get_num_threads)
-        monkeypatch.setenv("LOADMASTER_THREADS", "2")
+        set_share(2)
         other.do(lambda: next(weights))
         assert other.do(torch.get_num_threads) == began
         assert torch.get_num_threads() == 1
     assert list(weights) == [2]
     assert counts() == (2, 2)
-
-
-def test_the_share_is_not_looked_at_for_each_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    monkeypatch.setattr(pace.LoadThreads, "follow", lambda scope: looks.append(scope))
-    now = iter(range(10_000))
-    monkeypatch.setattr(pace.time, "monotonic", lambda: next(now) * pace.LOOK_SECONDS / 10)
-    assert list(lm.paced(range(100))) == list(range(100))
-    assert 5 <= len(looks) <= 10
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,23 @@ def in_each_worker(pool: Any, workers: int, function: Callable[[], Any]) -> list
         return function()
 
     return [future.result() for future in [pool.submit(work) for _ in range(workers)]]
+
+
+def most_at_once(pool: Any, tasks: int) -> int:
+    """Hand ``tasks`` in that each stay a moment, and see how many run at the same time."""
+    lock, inside, seen = threading.Lock(), set(), []
+
+    def work() -> None:
+        with lock:
+            inside.add(threading.get_ident())
+            seen.append(len(inside))
+        time.sleep(0.002)
+        with lock:
+            inside.discard(threading.get_ident())
+
+    for future in [pool.submit(work) for _ in range(tasks)]:
+        future.result()
+    return max(seen)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +103,8 @@ def test_a_worker_keeps_its_team_after_it_has_worked() -> None:
 def test_auto_is_the_share_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADMASTER_THREADS", "1")
     with lm.load_pool(max_workers=8) as pool:
-        assert pool._max_workers == 1
         assert pool.submit(counts).result() == (1, 1)
+        assert most_at_once(pool, 8) == 1
     assert counts() == (2, 2)
 
 

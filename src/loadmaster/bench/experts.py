@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadmaster.bench.load import Arm, ArmJob, ArmRank, measure_arms, start_together
+from loadmaster.bench.budget import Budget
+from loadmaster.bench.load import SECONDS, Arm, ArmJob, ArmRank, measure_arms, start_together
 from loadmaster.bench.record import BenchRecord
 from loadmaster.checkpoint.bank_layout import EXPERTS, Bank, BankLayout
 from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
@@ -67,9 +68,10 @@ def bench_experts(
     *,
     arms: Sequence[str] | None = None,
     repeat: int = 5,
+    seconds: float = SECONDS,
     on_step: Callable[[str], None] | None = None,
 ) -> BenchRecord:
-    """Run the arms ``repeat`` times, interleaved, and return their record with the limit first.
+    """Run the arms ``repeat`` times, or as often as ``seconds`` allow, interleaved; the limit comes first.
 
     Raises
     ------
@@ -77,6 +79,7 @@ def bench_experts(
         An arm that does not exist.
     """
     require_torch()
+    budget = Budget(seconds)
     checkpoint = open_checkpoint(path)
     layout = settings.layout_for(checkpoint)
     interleaved = any(bank.interleaved for bank in layout.banks.values())
@@ -93,6 +96,7 @@ def bench_experts(
         rank_bytes=[plan.num_bytes for plan in plans],
         tensors=sum(plan.num_entries for plan in plans),
         repeat=repeat,
+        budget=budget,
         on_step=on_step,
     )
     return BenchRecord(
@@ -104,6 +108,7 @@ def bench_experts(
             "experts_by": settings.experts_by,
             "verified": settings.verify,
             "repeat": repeat,
+            "seconds": seconds,
         },
         arms=results,
     )

@@ -17,24 +17,38 @@ from loadmaster.checkpoint.memory import Arena
 from loadmaster.checkpoint.vectored import read_into
 from loadmaster.errors import LoadmasterError
 
-__all__ = ["limit_kind", "limit_seconds"]
+__all__ = ["LimitStoppedError", "limit_kind", "limit_seconds"]
 
 _PIECE_BYTES = 8 << 20
+_STOPPED = "the limit was not measured in its time and was stopped"
 
 
-def limit_seconds(files: Sequence[str], num_bytes: int, threads: int) -> float:
+class LimitStoppedError(LoadmasterError):
+    """The limit was not measured in the time that it was given."""
+
+
+def limit_seconds(files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None) -> float:
     """Return the seconds that ``threads`` threads take to ``pread`` ``num_bytes`` into fresh huge-page-advised memory.
 
     In C where the host has a compiler; otherwise the same in Python, which reaches 0.97 of it.
+
+    Raises
+    ------
+    LimitStoppedError
+        It took longer than ``timeout`` seconds.
     """
     program = _program()
     if program is None:
-        return _limit_in_python(files, num_bytes, threads)
+        return _limit_in_python(files, num_bytes, threads, timeout)
     command = [f"/proc/self/fd/{program}", str(threads), str(num_bytes), *files]
     try:
-        done = subprocess.run(command, pass_fds=[program], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, pass_fds=[program], capture_output=True, text=True, check=False, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise LimitStoppedError(_STOPPED) from None
     except PermissionError:  # programs in memory may be forbidden (vm.memfd_noexec)
-        return _limit_in_python(files, num_bytes, threads)
+        return _limit_in_python(files, num_bytes, threads, timeout)
     if done.returncode:
         raise LoadmasterError(f"the limit could not be measured: {done.stderr.strip()}")
     return float(done.stdout)
@@ -66,7 +80,7 @@ def _program() -> int | None:
         os.close(writable)
 
 
-def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> float:
+def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None) -> float:
     descriptors: list[int] = []
     try:
         for file in files:
@@ -82,6 +96,8 @@ def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int) -> floa
                     piece = next(pieces, None)
                 if piece is None:
                     return
+                if timeout is not None and time.perf_counter() - begin > timeout:
+                    raise LimitStoppedError(_STOPPED)
                 descriptor, offset, target, size = piece
                 read_into(descriptor, [arena.buffer[target : target + size]], offset)
 

@@ -6,34 +6,41 @@ Repetitions of the arms are interleaved, so that a noisy moment of the machine m
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loadmaster.bench.limit import limit_kind, limit_seconds
+from loadmaster.bench.budget import Budget
+from loadmaster.bench.libraries import LIBRARIES, copy_slices, empty_tensor
+from loadmaster.bench.limit import LimitStoppedError, limit_kind, limit_seconds
+from loadmaster.bench.plot import Panel
 from loadmaster.bench.record import ArmResult, BenchRecord
-from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
+from loadmaster.checkpoint.dtypes import import_torch
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
 from loadmaster.checkpoint.memory import Arena
-from loadmaster.checkpoint.placement import Placement
 from loadmaster.checkpoint.verify import verify_placements
 from loadmaster.errors import InputError
 from loadmaster.host import host
 from loadmaster.launch.load import LoadSettings
 from loadmaster.launch.rank import RankContext
-from loadmaster.launch.spawn import run_ranks
+from loadmaster.launch.spawn import RanksStoppedError, run_ranks
 from loadmaster.share import Share, plan_shares
 from loadmaster.share.lease import lease
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import require_torch
 
-__all__ = ["Arm", "ArmJob", "ArmRank", "arms_for", "bench_load", "measure_arms", "start_together"]
+__all__ = ["Arm", "ArmJob", "ArmRank", "arms_for", "bench_load", "measure_arms", "panels", "start_together"]
+
+SECONDS = 300.0
+"""The time that a bench of loads may take where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,7 @@ class ArmJob:
     settings: LoadSettings
     share: Share
     num_bytes: int
+    arm: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,10 @@ def arms_for(compute_cpus: int) -> dict[str, Arm]:
     for threads in sorted({1, compute_cpus}):
         what = f"safe_open + get_slice + copy_, {threads} thread{'s' if threads > 1 else ''}"
         arms.append(Arm(name=f"torch-{threads}", what=what, function=loop, threads=threads))
+    for name, library in LIBRARIES.items():
+        if library.is_there():
+            function = "loadmaster.bench.load:library_in_rank"
+            arms.append(Arm(name=name, what=f"{library.what}, torch's default team", function=function, threads=None))
     return {arm.name: arm for arm in arms}
 
 
@@ -91,9 +103,10 @@ def bench_load(
     *,
     arms: Sequence[str] | None = None,
     repeat: int = 5,
+    seconds: float = SECONDS,
     on_step: Callable[[str], None] | None = None,
 ) -> BenchRecord:
-    """Run the arms ``repeat`` times, interleaved, and return their record with the limit first.
+    """Run the arms ``repeat`` times, or as often as ``seconds`` allow, interleaved; the limit comes first.
 
     Raises
     ------
@@ -101,6 +114,7 @@ def bench_load(
         An arm that does not exist.
     """
     require_torch()
+    budget = Budget(seconds)
     checkpoint = open_checkpoint(path)
     here = host()
     known = arms_for(here.compute_cpus)
@@ -116,6 +130,7 @@ def bench_load(
         rank_bytes=rank_bytes,
         tensors=len(checkpoint) * settings.ranks,
         repeat=repeat,
+        budget=budget,
         on_step=on_step,
     )
     return BenchRecord(
@@ -126,9 +141,18 @@ def bench_load(
             "sharded": settings.sharded,
             "verified": settings.verify,
             "repeat": repeat,
+            "seconds": seconds,
         },
         arms=results,
     )
+
+
+def panels(record: BenchRecord) -> list[Panel]:
+    """One bar for each arm."""
+    ranks = record.settings["ranks"]
+    placed = record.arms[0].num_bytes / (1 << 30)
+    words = f"{placed:.2f} GiB into {ranks} rank{'s' * (ranks > 1)}, until the last byte is in its place"
+    return [Panel(title=words, arms=[(arm.name, arm) for arm in record.arms], unit="s")]
 
 
 def measure_arms(
@@ -139,41 +163,88 @@ def measure_arms(
     rank_bytes: Sequence[int],
     tensors: int,
     repeat: int,
+    budget: Budget,
     on_step: Callable[[str], None] | None,
 ) -> list[ArmResult]:
     """Run the limit and the arms ``repeat`` times, interleaved; ``rank_bytes`` is what each rank places.
 
-    ``tensors`` is the number of tensors that all ranks place together.
+    ``tensors`` is the number of tensors that all ranks place together. No repetition is begun that would not fit into
+    the budget, judged by the one before; an arm that overruns it is stopped.
     """
     here = host()
     placed = sum(rank_bytes)
-    seconds: dict[str, list[float]] = {name: [] for name in ["limit", *(arm.name for arm in arms)]}
-    known = {arm.name: arm for arm in arms}
     shares = plan_shares(here, settings.ranks)
+    files = list(checkpoint.files)
+
+    def measure_limit(timeout: float) -> float:
+        return limit_seconds(files, placed, here.compute_cpus, timeout)
+
+    def measure_arm(arm: Arm) -> Callable[[float], float]:
+        return lambda timeout: _run_arm(arm, checkpoint.path, settings, shares, rank_bytes, timeout)
+
+    turns = [_Turn("limit", f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes", measure_limit)]
+    turns += [_Turn(arm.name, arm.what, measure_arm(arm)) for arm in arms]
+    took = 0.0
     for number in range(repeat):
-        for name in seconds:
+        if number and not budget.fits(took):
+            break
+        begin = time.monotonic()
+        for index, turn in enumerate(turns):
             if on_step is not None:
-                on_step(f"{name}, {number + 1} of {repeat}")
-            warm_page_cache(list(checkpoint.files))
-            if name == "limit":
-                seconds[name].append(limit_seconds(list(checkpoint.files), placed, here.compute_cpus))
-            else:
-                seconds[name].append(_run_arm(known[name], checkpoint.path, settings, shares, rank_bytes))
-    limit_what = f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes"
-    whats = {"limit": limit_what, **{arm.name: arm.what for arm in arms}}
+                on_step(f"{turn.name}, {number + 1} of {repeat}")
+            turn.take(files, budget.part(0 if number else len(turns) - index - 1))
+        took = time.monotonic() - begin
     return [
-        ArmResult(name=name, what=whats[name], seconds=times, num_bytes=placed, tensors=tensors)
-        for name, times in seconds.items()
+        ArmResult(
+            name=turn.name,
+            what=turn.what,
+            seconds=turn.seconds,
+            num_bytes=placed,
+            tensors=tensors,
+            stopped_after=turn.stopped_after,
+        )
+        for turn in turns
     ]
 
 
-def warm_page_cache(files: Sequence[str]) -> None:
-    """Read all files once, so that every repetition finds its bytes in memory, as the arm before it did."""
+@dataclass
+class _Turn:
+    """One arm, or the limit, which takes its turn in every repetition."""
+
+    name: str
+    what: str
+    measure: Callable[[float], float]
+    seconds: list[float] = field(default_factory=list)
+    stopped_after: float | None = None
+
+    def take(self, files: Sequence[str], timeout: float) -> None:
+        """Measure once, in at most ``timeout`` seconds; an arm that was stopped once is left out from then on."""
+        if self.stopped_after is not None:
+            return
+        begin = time.monotonic()
+        if timeout > 0 and warm_page_cache(files, begin + timeout):
+            try:
+                self.seconds.append(self.measure(begin + timeout - time.monotonic()))
+                return
+            except (RanksStoppedError, LimitStoppedError):
+                self.stopped_after = time.monotonic() - begin
+                return
+        if not self.seconds:
+            self.stopped_after = 0.0
+
+
+def warm_page_cache(files: Sequence[str], deadline: float = math.inf) -> bool:
+    """Read all files once, so that every repetition finds its bytes in memory, as the arm before it did.
+
+    Returns whether that was done before ``deadline`` of the monotonic clock.
+    """
     scratch = memoryview(bytearray(8 << 20))
     for file in files:
         with Path(file).open("rb", buffering=0) as stream:
             while stream.readinto(scratch):
-                pass
+                if time.monotonic() > deadline:
+                    return False
+    return True
 
 
 def start_together(context: RankContext, num_bytes: int) -> None:
@@ -198,13 +269,23 @@ def _run_arm(
     settings: LoadSettings,
     shares: Sequence[Share],
     rank_bytes: Sequence[int],
+    timeout: float,
 ) -> float:
     jobs = [
-        ArmJob(path=os.fspath(path), rank=rank, settings=settings, share=share, num_bytes=rank_bytes[rank])
+        ArmJob(
+            path=os.fspath(path),
+            rank=rank,
+            settings=settings,
+            share=share,
+            num_bytes=rank_bytes[rank],
+            arm=arm.name,
+        )
         for rank, share in enumerate(shares)
     ]
     environments = [_environment(arm, share, rank, len(shares)) for rank, share in enumerate(shares)]
-    ranks: list[ArmRank] = run_ranks(arm.function, jobs, environments=environments)
+    ranks: list[ArmRank] = run_ranks(
+        arm.function, jobs, environments=environments, timeout_seconds=timeout
+    )
     return max(rank.seconds for rank in ranks)
 
 
@@ -236,27 +317,30 @@ def copy_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
     checkpoint = open_checkpoint(job.path)
     placements = place(checkpoint, job.settings.shard(job.rank), None)
     tensors: dict[str, Any] = {}
-    file, opened = "", None
+    file = ""
+    opened: Any = None
     for placement in placements:
+        name = placement.entry.name
         if placement.entry.file != file:
             file = placement.entry.file
             opened = safe_open(file, "pt")
-        tensor = torch.empty(placement.shape, dtype=torch_dtype(placement.dtype))
-        _copy_slices(placement, opened, tensor)
+        tensor = empty_tensor(placement)
+        copy_slices(placement, functools.partial(opened.get_tensor, name), functools.partial(opened.get_slice, name), tensor)
         tensors[placement.name] = tensor
     return _finish(job, context, tensors, time.perf_counter() - begin)
 
 
-def _copy_slices(placement: Placement, opened: Any, tensor: Any) -> None:
-    name = placement.entry.name
-    if not placement.moves:
-        tensor.copy_(opened.get_tensor(name))
-        return
-    if any(placement.shape[move.dim] > move.at + move.stop - move.start for move in placement.moves[-1:]):
-        tensor.zero_()
-    for move in placement.moves:
-        index = (slice(None),) * move.dim + (slice(move.start, move.stop),)
-        tensor.narrow(move.dim, move.at, move.stop - move.start).copy_(opened.get_slice(name)[index])
+def library_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
+    """The arm of another library, which the name of the arm tells."""
+    import_torch()
+    library = LIBRARIES[job.arm]
+    start_together(context, job.num_bytes)
+    begin = time.perf_counter()
+    placements = place(open_checkpoint(job.path), job.settings.shard(job.rank), None)
+    tensors, kept = library.load(placements)
+    done = _finish(job, context, tensors, time.perf_counter() - begin)
+    del kept
+    return done
 
 
 def _finish(job: ArmJob, context: RankContext, tensors: Mapping[str, Any], seconds: float) -> ArmRank:

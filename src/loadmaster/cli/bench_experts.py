@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from loadmaster.cli.bench_load import print_record
-from loadmaster.cli.options import ExpertsKind, JsonOption, PathArgument, QuietOption, RanksOption, print_json
+from loadmaster.cli.bench_load import VerifyOption, print_record
+from loadmaster.cli.bench_options import (
+    ArmsOption,
+    PlotOption,
+    RepeatOption,
+    SecondsOption,
+    check_plot,
+    names_of,
+    show,
+    steps,
+)
+from loadmaster.cli.options import ExpertsKind, JsonOption, PathArgument, QuietOption, RanksOption
 
 __all__ = ["bench_experts"]
 
@@ -20,24 +29,26 @@ def bench_experts(
         ExpertsKind,
         typer.Option("--experts-by", help="tp: every rank its part of each; blocks, strided: every rank whole ones."),
     ] = ExpertsKind.tp,
-    arms: Annotated[str | None, typer.Option("--arms", help="Names of arms, separated by commas; default all.")] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions of each arm, interleaved.")] = 5,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the bytes of every arm.")] = False,
+    arms: ArmsOption = None,
+    repeat: RepeatOption = 5,
+    seconds: SecondsOption = 300,
+    verify: VerifyOption = False,
+    plot: PlotOption = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the arms that fill the banks of CKPT, interleaved, each in fresh processes, beside the limit."""
     from loadmaster.bench.experts import bench_experts as measure
+    from loadmaster.bench.load import panels
     from loadmaster.launch.load import LoadSettings
 
+    check_plot(plot)
     record = measure(
         path,
         LoadSettings(ranks=ranks, experts=True, experts_by=experts_by.value, verify=verify),
-        arms=[name.strip() for name in arms.split(",")] if arms is not None else None,
+        arms=names_of(arms),
         repeat=repeat,
-        on_step=None if quiet or as_json else lambda step: print(f"measuring {step}", file=sys.stderr),
+        seconds=seconds,
+        on_step=steps(quiet or as_json),
     )
-    if as_json:
-        print_json(record.as_dict())
-    else:
-        print_record(record)
+    show(record, as_json=as_json, plot=plot, panels=panels, print_record=print_record)

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadmaster.cli.options import (
-    JsonOption,
-    PathArgument,
-    QuietOption,
-    RanksOption,
-    ShardKind,
-    ShardOption,
-    print_json,
+from loadmaster.cli.bench_options import (
+    ArmsOption,
+    PlotOption,
+    RepeatOption,
+    SecondsOption,
+    check_plot,
+    figures,
+    names_of,
+    show,
+    steps,
 )
+from loadmaster.cli.options import JsonOption, PathArgument, QuietOption, RanksOption, ShardKind, ShardOption
 
 if TYPE_CHECKING:
-    from loadmaster.bench.record import BenchRecord
+    from loadmaster.bench.record import ArmResult, BenchRecord
 
-__all__ = ["bench_load", "print_record"]
+__all__ = ["VerifyOption", "bench_load", "print_record"]
+
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Check the bytes of every arm.")]
 
 
 def bench_load(
     path: PathArgument,
     ranks: RanksOption = 1,
     shard: ShardOption = ShardKind.tp,
-    arms: Annotated[str | None, typer.Option("--arms", help="Names of arms, separated by commas; default all.")] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions of each arm, interleaved.")] = 5,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the bytes of every arm.")] = False,
+    arms: ArmsOption = None,
+    repeat: RepeatOption = 5,
+    seconds: SecondsOption = 300,
+    verify: VerifyOption = False,
+    plot: PlotOption = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the arms that load CKPT, interleaved, each in fresh processes, beside the limit of this host."""
     from loadmaster.bench.load import bench_load as measure
+    from loadmaster.bench.load import panels
     from loadmaster.launch.load import LoadSettings
 
+    check_plot(plot)
     record = measure(
         path,
         LoadSettings(ranks=ranks, sharded=shard is ShardKind.tp, verify=verify),
-        arms=[name.strip() for name in arms.split(",")] if arms is not None else None,
+        arms=names_of(arms),
         repeat=repeat,
-        on_step=None if quiet or as_json else lambda step: print(f"measuring {step}", file=sys.stderr),
+        seconds=seconds,
+        on_step=steps(quiet or as_json),
     )
-    if as_json:
-        print_json(record.as_dict())
-    else:
-        print_record(record)
+    show(record, as_json=as_json, plot=plot, panels=panels, print_record=print_record)
 
 
 def print_record(record: BenchRecord) -> None:
@@ -56,29 +62,28 @@ def print_record(record: BenchRecord) -> None:
 
     console = report_console()
     limit = record.arms[0]
-    slowest = max(record.arms[1:], key=lambda arm: arm.median)
+    finished = [arm for arm in record.arms[1:] if arm.finished]
+    slowest = max(finished, key=lambda arm: arm.median, default=None)
     headings = ("arm", "median s", "min", "max", "GiB/s", "of the\nlimit", "us a\ntensor", "x the\nslowest")
-    rows = [
-        [
-            arm.name,
-            f"{arm.median:.3f}",
-            f"{min(arm.seconds):.3f}",
-            f"{max(arm.seconds):.3f}",
-            f"{arm.gib_per_second:.2f}",
-            f"{limit.median / arm.median:.2f}",
-            f"{1e6 * arm.median / arm.tensors:.1f}",
-            f"{slowest.median / arm.median:.1f}",
-        ]
-        for arm in record.arms
-    ]
-    print_table(console, headings, rows)
+    print_table(console, headings, [[arm.name, *figures(arm), *_rates(arm, limit, slowest)] for arm in record.arms])
     for arm in record.arms:
-        console.print(f"{arm.name}: {arm.what}")
+        console.print(f"{arm.name}: {arm.what}", soft_wrap=True)
     if record.settings["verified"]:
         console.print("every byte of every arm was compared with the safetensors library")
-    ours = next((arm for arm in record.arms if arm.name == "loadmaster"), None)
-    if ours is not None and slowest is not ours:
+    ours = next((arm for arm in finished if arm.name == "loadmaster"), None)
+    if ours is not None and slowest is not None and slowest is not ours:
         console.print(
             f"loadmaster is {slowest.median / ours.median:.1f} times as fast as {slowest.name}: "
             f"{ours.median:.3f} s instead of {slowest.median:.3f} s"
         )
+
+
+def _rates(arm: ArmResult, limit: ArmResult, slowest: ArmResult | None) -> list[str]:
+    if not arm.finished:
+        return [""] * 4
+    return [
+        f"{arm.gib_per_second:.2f}",
+        f"{limit.median / arm.median:.2f}" if limit.finished else "",
+        f"{1e6 * arm.median / arm.tensors:.1f}" if arm.tensors else "",
+        f"{slowest.median / arm.median:.1f}" if slowest is not None else "",
+    ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadmaster.cli.options import JsonOption, QuietOption, print_json
+from loadmaster.cli.bench_collapse import CopyBytesOption
+from loadmaster.cli.bench_options import PlotOption, RepeatOption, SecondsOption, check_plot, figures, show, steps
+from loadmaster.cli.options import JsonOption, QuietOption
 from loadmaster.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,26 +19,31 @@ __all__ = ["bench_scope"]
 
 def bench_scope(
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, separated by commas.")] = "2,4,8",
-    copy_bytes: Annotated[int, typer.Option("--copy-bytes", min=1, help="Size of each copy.")] = 400_000,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Copying of each arm, each time.")] = 0.5,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Repetitions of each arm, interleaved.")] = 5,
+    copy_bytes: CopyBytesOption = 400_000,
+    copy_seconds: Annotated[
+        float, typer.Option("--copy-seconds", min=0.01, help="Copying of each arm, each time.")
+    ] = 0.5,
+    repeat: RepeatOption = 5,
+    seconds: SecondsOption = 240,
+    plot: PlotOption = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure copies of many ranks at once, a raise of one rank, and the cost of the scope itself."""
     from loadmaster.bench.scope import bench_scope as measure
+    from loadmaster.bench.scope import panels
 
+    numbers = _numbers(ranks)
+    check_plot(plot)
     record = measure(
-        _numbers(ranks),
+        numbers,
         copy_bytes=copy_bytes,
-        seconds=seconds,
+        copy_seconds=copy_seconds,
         repeat=repeat,
-        on_step=None if quiet or as_json else lambda step: print(f"measuring {step}", file=sys.stderr),
+        seconds=seconds,
+        on_step=steps(quiet or as_json),
     )
-    if as_json:
-        print_json(record.as_dict())
-    else:
-        _print_record(record)
+    show(record, as_json=as_json, plot=plot, panels=panels, print_record=_print_record)
 
 
 def _numbers(text: str) -> list[int]:
@@ -51,24 +57,17 @@ def _numbers(text: str) -> list[int]:
 
 
 def _print_record(record: BenchRecord) -> None:
-    from loadmaster.bench.scope import AS_SHIPPED, SCOPE
+    from loadmaster.bench.copies import AS_SHIPPED, SCOPE
     from loadmaster.cli.tables import print_table, report_console
 
     console = report_console()
     by_name = {arm.name: arm for arm in record.arms}
-    rows = [
-        [
-            arm.name,
-            f"{1e6 * arm.median:.1f}",
-            f"{1e6 * min(arm.seconds):.1f}",
-            f"{1e6 * max(arm.seconds):.1f}",
-            _times_as_fast(arm, by_name),
-        ]
-        for arm in record.arms
-    ]
+    rows = [[arm.name, *figures(arm, 1e6, 1), _times_as_fast(arm, by_name)] for arm in record.arms]
     print_table(console, ("arm", "median us", "min", "max", "x as\nshipped"), rows)
     for ranks in record.settings["ranks"]:
         arms = {name.partition(", ")[2]: arm for name, arm in by_name.items() if name.startswith(f"{ranks} ranks, ")}
+        if not all(arm.finished for arm in arms.values()):
+            continue
         shipped, scope = arms.pop(AS_SHIPPED), arms.pop(SCOPE)
         name, best = min(arms.items(), key=lambda row: row[1].median)
         console.print(
@@ -79,8 +78,9 @@ def _print_record(record: BenchRecord) -> None:
 
 
 def _times_as_fast(arm: ArmResult, by_name: dict[str, ArmResult]) -> str:
-    from loadmaster.bench.scope import AS_SHIPPED
+    from loadmaster.bench.copies import AS_SHIPPED
 
     group = arm.name.partition(", ")[0]
     base = by_name.get(f"{group}, {AS_SHIPPED}") or by_name.get(f"{group} at OMP_NUM_THREADS=1")
-    return "" if base is None else f"{base.median / arm.median:.1f}"
+    known = base is not None and base.finished and arm.finished
+    return "" if base is None or not known else f"{base.median / arm.median:.1f}"

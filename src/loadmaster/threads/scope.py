@@ -158,6 +158,7 @@ class LoadThreads:
             return self._share
         self._seen = now
         if now.threads != self._wanted.threads:
+            _log.info("torch intra-op threads: %d -> %d (%s)", self._used, now.threads, now.why)
             self._apply(now)
         return self._share
 
