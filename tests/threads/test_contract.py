@@ -216,7 +216,7 @@ def test_an_interrupt_at_any_line_of_entering_and_leaving(before: int, threads: 
 
 
 @needs_two_cpus
-@pytest.mark.parametrize("step", ["recent_host", "lease", "binding_problem", "process_counts", "set_threads_here"])
+@pytest.mark.parametrize("step", ["recent_host", "Lease", "binding_problem", "process_counts", "set_threads_here"])
 @pytest.mark.parametrize(("before", "threads"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_a_scope_that_cannot_be_entered_leaves_nothing(

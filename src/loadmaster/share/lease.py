@@ -114,10 +114,22 @@ class Lease:
     """A claim of this process to its part of the host, for as long as it loads; see `lease`.
 
     All leases of a process together are one claim: their weight is the largest of theirs. A process that was forked
-    from the holder holds nothing, and its looks return what was last known.
+    from the holder holds nothing, and its looks return what was last known. Without ``logs`` it is left to the holder
+    to say how the share changes.
     """
 
-    __slots__ = ("_asked", "_claim", "_division", "_host", "_part", "_settings", "_settled", "_share", "weight")
+    __slots__ = (
+        "_asked",
+        "_claim",
+        "_division",
+        "_host",
+        "_logs",
+        "_part",
+        "_settings",
+        "_settled",
+        "_share",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -126,11 +138,13 @@ class Lease:
         threads: int | None = None,
         host: Host | None = None,
         environ: Mapping[str, str] | None = None,
+        logs: bool = True,
     ) -> None:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise InputError(f"the weight of a lease must be a number above 0, not {weight!r}")
         self.weight = float(weight)
         self._asked = (threads, host, environ)
+        self._logs = logs
         self._claim: ProcessClaim | None = None
         self._share: Share | None = None
 
@@ -222,7 +236,7 @@ class Lease:
         if part is None or part is self._part or self._share is None:
             return
         now, before = live_share(self._host, self._division, self._settings, part), self._share
-        if now.threads != before.threads:
+        if now.threads != before.threads and self._logs:
             _log.info("threads of this process: %d -> %d (%s)", before.threads, now.threads, now.why)
         self._part = part
         self._share = before if now == before else now

@@ -27,7 +27,7 @@ from loadmaster.errors import InputError
 from loadmaster.host import Host, recent_host
 from loadmaster.host.notices import warn_once
 from loadmaster.share import Share
-from loadmaster.share.lease import Lease, lease
+from loadmaster.share.lease import Lease
 from loadmaster.threads.binding import binding_problem
 from loadmaster.threads.forks import forked_with_torch
 from loadmaster.threads.importing import import_torch, kept_affinity
@@ -193,7 +193,7 @@ class LoadThreads:
 
     def _decide(self, here: Host) -> Share:
         self._forced = forked_with_torch()
-        self._lease = lease(threads=None if self._threads == "auto" else self._threads, host=here)
+        self._lease = Lease(threads=None if self._threads == "auto" else self._threads, host=here, logs=False)
         self._lease.join()
         part = self._seen = self._lease.look()
         if self._forced:
