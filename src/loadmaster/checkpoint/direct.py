@@ -48,10 +48,13 @@ class DirectReader:
     ----------
     direct : mapping of int to int
         Ordinary descriptor -> direct descriptor of the same file.
+    names : mapping of int to str
+        Ordinary descriptor -> name of the file, for the warning that it is read through the page cache after all.
     """
 
-    def __init__(self, direct: Mapping[int, int]) -> None:
+    def __init__(self, direct: Mapping[int, int], names: Mapping[int, str]) -> None:
         self._direct = dict(direct)
+        self._names = names
         self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # a mapping is aligned to a page
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -67,7 +70,8 @@ class DirectReader:
         except OSError as refused:
             if refused.errno != errno.EINVAL:
                 raise
-            del self._direct[descriptor]  # stricter than we know: this file is read through the cache
+            del self._direct[descriptor]  # stricter than we know
+            _say_refused(self._names[descriptor], "its file system")
             return os.preadv(descriptor, buffers, offset)
         at, end = skipped, min(got, wanted)
         for buffer in buffers:

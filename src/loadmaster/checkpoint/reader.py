@@ -277,7 +277,8 @@ class _Worker:
     def __init__(self, files: _OpenFiles, cache: CacheUse) -> None:
         self._descriptors = files.descriptors
         self._drops = cache.drop
-        self._preadv = DirectReader(files.direct).preadv if cache.cold else os.preadv
+        names = {descriptor: file for file, descriptor in files.descriptors.items()}
+        self._preadv = DirectReader(files.direct, names).preadv if cache.cold else os.preadv
         self._copier = StridedCopier(self._preadv if cache.cold or cache.drop else None)
         self._scratch: memoryview | None = None
         self.placed_bytes = 0
@@ -306,7 +307,7 @@ class _Worker:
             assert piece.buffer is not None
             self._convert(piece.run, descriptor, piece.buffer, piece.dtypes)
         if self._drops:
-            drop_from_cache(descriptor, piece.offset, piece.num_bytes)
+            drop_from_cache(descriptor, piece.offset, _span(piece))
         self.placed_bytes += piece.num_bytes
 
     def _copy(self, run: Run, descriptor: int, target: memoryview, stride: int) -> int:
@@ -329,6 +330,13 @@ class _Worker:
         target.copy_(source.view(run.num_runs, columns))
         self.result.read_seconds += read - started
         self.result.convert_seconds += time.perf_counter() - read
+
+
+def _span(piece: Piece) -> int:
+    """Bytes of the file from the first to the last that a piece needs."""
+    if piece.run is None or piece.also:
+        return piece.num_bytes
+    return (piece.run.num_runs - 1) * piece.run.source_stride + piece.run.num_bytes
 
 
 def _strided_tensor(buffer: memoryview, run: Run, columns: int, dtype: str) -> torch.Tensor:
