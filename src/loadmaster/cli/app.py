@@ -9,7 +9,18 @@ from typing import Any
 
 import typer
 
-from loadmaster.cli import bench_experts, bench_load, bench_make_checkpoint, bench_scope, leases, load, plan
+from loadmaster.cli import (
+    bench_collapse,
+    bench_experts,
+    bench_lease,
+    bench_load,
+    bench_make_checkpoint,
+    bench_scope,
+    bench_sweep,
+    leases,
+    load,
+    plan,
+)
 from loadmaster.errors import LoadmasterError
 
 __all__ = ["app", "run"]
@@ -34,6 +45,9 @@ app.command("leases")(leases.leases)
 app.add_typer(bench)
 bench.command("load")(bench_load.bench_load)
 bench.command("experts")(bench_experts.bench_experts)
+bench.command("collapse")(bench_collapse.bench_collapse)
+bench.command("sweep")(bench_sweep.bench_sweep)
+bench.command("lease")(bench_lease.bench_lease)
 bench.command("scope")(bench_scope.bench_scope)
 bench.command("make-checkpoint")(bench_make_checkpoint.make_checkpoint)
 
