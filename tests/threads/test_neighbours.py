@@ -1,0 +1,179 @@
+"""Scopes, pools, iterators and the reader share the host with processes that know nothing of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loadmaster as lm
+from loadmaster.checkpoint import reader
+from loadmaster.share.lease import live_leases
+from threads.conftest import counts, needs_two_cpus
+
+pytestmark = [pytest.mark.processes, needs_two_cpus]
+
+SHARE = lm.share().threads
+"""Of a process that is alone here."""
+
+NEIGHBOUR = """
+import sys
+import loadmaster as lm
+with lm.lease() as lease:
+    print(lease.look().threads, flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Neighbour:
+    """Another process that loads: it knows nothing of this one."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._child.stdout is not None
+        self.threads = int(self._child.stdout.readline())
+
+    def kill(self) -> None:
+        """As the kernel does when memory is short."""
+        self._child.kill()
+        self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def neighbour() -> Iterator[Callable[[], Neighbour]]:
+    """Starts neighbours; none is left."""
+    made: list[Neighbour] = []
+
+    def start() -> Neighbour:
+        made.append(Neighbour())
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Look again and again, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_a_scope_counts_a_neighbour_and_is_seen_by_the_next(neighbour: Callable[[], Neighbour]) -> None:
+    first = neighbour()
+    assert first.threads == SHARE
+    with lm.load_threads() as share:
+        assert share.threads == SHARE // 2
+        assert "2 processes that load" in share.why
+        assert counts() == (SHARE // 2, SHARE // 2)
+        assert len(live_leases()) == 2
+    first.kill()
+    with lm.load_threads() as share:
+        assert share.threads == SHARE
+    assert live_leases() == []
+    assert counts() == (2, 2)
+
+
+def test_paced_follows_a_neighbour_that_comes_and_one_that_is_killed(neighbour: Callable[[], Neighbour]) -> None:
+    weights = lm.paced(iter(int, 1))  # without an end
+    next(weights)
+    assert counts() == (SHARE, SHARE)
+    other = neighbour()
+    next(weights)
+    assert counts() == (SHARE // 2, SHARE // 2)
+    other.kill()
+
+    def again() -> bool:
+        next(weights)
+        return torch.get_num_threads() == SHARE
+
+    # A look asks for the locks of its neighbours when a tenth of a second has passed.
+    assert wait_for(again, 0.2)
+    weights.close()  # type: ignore[attr-defined]
+    assert live_leases() == []
+
+
+def test_an_explicit_number_is_left_alone_by_neighbours(neighbour: Callable[[], Neighbour]) -> None:
+    neighbour()
+    with lm.load_threads(SHARE) as share:
+        assert share.threads == SHARE
+        assert counts()[0] == SHARE
+
+
+def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable[[], Neighbour]) -> None:
+    inside: set[int] = set()
+    seen: list[int] = []
+    lock, enough = threading.Lock(), threading.Event()
+
+    def task() -> None:
+        with lock:
+            inside.add(threading.get_ident())
+            seen.append(len(inside))
+        time.sleep(0.001)
+        with lock:
+            inside.discard(threading.get_ident())
+
+    def most(tasks: int = 30) -> int:
+        seen.clear()
+        for future in [pool.submit(task) for _ in range(tasks)]:
+            future.result()
+        return max(seen)
+
+    with lm.load_pool() as pool:
+        assert wait_for(lambda: most() == SHARE, 5)
+        other = neighbour()
+        most()  # those that were let in before it came
+        assert most() == SHARE // 2
+        other.kill()
+        assert wait_for(lambda: most() == SHARE, 5)
+        enough.set()
+    assert live_leases() == []
+
+
+def test_the_reader_gives_way_to_a_neighbour_and_takes_its_part_when_it_is_gone(
+    neighbour: Callable[[], Neighbour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({f"t{number}": torch.full((1 << 20,), number, dtype=torch.int32) for number in range(32)}, path)
+    monkeypatch.setattr("loadmaster.checkpoint.pieces.plan_pieces.__defaults__", (1 << 16,))
+    real = reader._Worker.execute
+    pieces: list[int] = []
+    others: list[Neighbour] = []
+
+    def execute(worker: Any, piece: Any) -> None:
+        real(worker, piece)
+        number = len(pieces)
+        pieces.append(sum(member.name.startswith("loadmaster-read") for member in threading.enumerate()))
+        if number == 100:
+            others.append(neighbour())
+        if number == 500:
+            others[0].kill()
+            time.sleep(0.15)  # the tenth of a second after which a look asks again
+
+    monkeypatch.setattr(reader._Worker, "execute", execute)
+    tensors: dict[str, torch.Tensor] = {}
+    lm.load(tensors, path)
+    assert len(pieces) == 2048
+    assert max(pieces[:100]) == SHARE
+    assert min(pieces[200:500]) == SHARE // 2
+    assert max(pieces[600:]) == SHARE
+    assert all(int(tensors[f"t{number}"][-1]) == number for number in range(32))
+    assert live_leases() == []
