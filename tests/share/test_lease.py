@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from lease_processes import Process, Start, until
 from loadmaster.errors import InputError
 from loadmaster.share import lease_claim
 from loadmaster.share.lease import Lease, lease, live_leases
+from loadmaster.share.lease_folder import open_folder
 
 pytestmark = pytest.mark.processes
 
@@ -127,23 +128,35 @@ def test_who_is_alone_waits_for_nobody_and_who_finds_a_new_neighbour_waits_a_lit
     assert seconds < 1.0
 
 
-def test_the_first_look_settles_with_a_neighbour_that_has_just_come(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("age", "environ", "waits"),
+    [(0.0, {}, True), (1000.0, {}, False), (0.0, {"LOADMASTER_LOCAL_SIZE": "2"}, False)],
+    ids=["a new one", "an old one", "declared ranks"],
+)
+@pytest.mark.usefixtures("folder")
+def test_the_first_look_waits_until_nobody_joins(
+    monkeypatch: pytest.MonkeyPatch, age: float, environ: dict[str, str], waits: bool
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(lease_claim, "sleep", lambda seconds: slept.append(seconds) or time.sleep(seconds))
-    code = "import sys; from loadmaster.share.lease import lease; x = lease(); x.join(); print(1, flush=True); input()"
-    with (
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour,
-        lease() as own,
-    ):
-        assert neighbour.stdout is not None
-        neighbour.stdout.readline()
+    monkeypatch.setattr(lease_claim, "QUIET_SECONDS", 500.0)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with lease() as own:
+        assert own._claim is not None
+        assert own._claim.file is not None
+        neighbour = open_folder(os.environ, create=False)
+        assert neighbour is not None
+        started = time.monotonic() - age
+        _, held = neighbour.publish(replace(own._claim.file, started=started, membership=None))
         begin = time.monotonic()
-        assert own.look().workers == 2
-        assert time.monotonic() - begin < 1.0
-        neighbour.communicate(b"\n")
-    assert len(slept) <= 50
+        own.look()
+        assert (time.monotonic() - begin >= 0.05) >= waits
+        assert bool(slept) == waits
+        own.look()
+        assert len(slept) <= 50
+        os.close(held)
+        neighbour.close()
 
 
 # Who counts how
@@ -366,6 +379,7 @@ def test_a_fork_leaves_the_lease_of_its_parent_alone_and_may_have_its_own(start:
     one = start()
     one.join()
     alone = threads(one)
+    one.join()  # and has not been looked at
     assert one.fork_and_leave() == [*alone, 2]
     assert [row["pid"] for row in one.live()] == [one.pid]
     assert threads(one) == alone

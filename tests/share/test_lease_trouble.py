@@ -122,6 +122,19 @@ def test_a_lease_that_nobody_holds_is_none(start: Start, folder: Path) -> None:
     assert not good.with_name("lease.-.-.copy").exists()
 
 
+def test_who_looks_is_not_taken_for_the_owner(start: Start, folder: Path) -> None:
+    one = start()
+    one.join(FOUR)
+    (good,) = folder.glob("lease.*")
+    dead = good.with_name("lease.-.-.dead")
+    dead.write_bytes(good.read_bytes())
+    with dead.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert len(one.live()) == 1
+        assert one.look()["workers"] == 1
+    assert not dead.exists()
+
+
 def test_keys_that_are_not_known_are_passed_over(start: Start, folder: Path) -> None:
     one, two = start(), start()
     one.join(FOUR)

@@ -128,7 +128,8 @@ def divide_fairly(claims: Iterable[Claim]) -> dict[str, Part]:
 
     The order of the claims does not matter.
     """
-    listed = list(claims)
+    same: dict[frozenset[int], frozenset[int]] = {}  # equal sets as one object: they are compared again and again
+    listed = [claim._replace(cores=same.setdefault(claim.cores, claim.cores)) for claim in claims]
     binding = _binding_quotas(listed)
     kinds = [_kind(claim, binding) for claim in listed]
     awaited = _awaited(listed, kinds)

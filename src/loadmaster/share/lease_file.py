@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ MAX_BYTES = 64 << 10
 VERSION = 1
 _MAX_COMMAND = 80
 _MAX_THREADS = 1 << 20
+_parse_cpulist = lru_cache(64)(parse_cpulist)  # most leases of a host name the same CPUs
 _MAX_NUMBER = 1e18  # a whole number of Python's may have more digits than a float can hold
 
 
@@ -187,7 +189,7 @@ class _Fields:
 
     def cpus(self, key: str) -> frozenset[int]:
         value = self.document.get(key)
-        cpus = parse_cpulist(value) if isinstance(value, str) else frozenset()
+        cpus = _parse_cpulist(value) if isinstance(value, str) else frozenset()
         if not cpus:
             raise ValueError(f"its {key} are no list of CPUs")
         return cpus
@@ -267,5 +269,7 @@ def _command() -> str:
 
 def _printable(text: str) -> str:
     """The beginning of a text, with nothing in it that a terminal obeys."""
-    shown = "".join(letter if letter.isprintable() else " " for letter in text[: _MAX_COMMAND + 1])
+    shown = text[: _MAX_COMMAND + 1]
+    if not shown.isprintable():
+        shown = "".join(letter if letter.isprintable() else " " for letter in shown)
     return shown if len(shown) <= _MAX_COMMAND else shown[: _MAX_COMMAND - 3] + "..."
