@@ -114,8 +114,9 @@ def load_ranks(
     place(_apart_from_banks(checkpoint, settings), settings.shard(0), _dtype(settings))
     jobs = [_Job(path=os.fspath(path), rank=rank, settings=settings, started=started) for rank in range(len(shares))]
     cores = recent_host().compute_cpus
+    group = {"LOADMASTER_GROUP": f"{os.getpid()}-{time.time_ns()}"}  # these ranks, and not those of another run
     environments = [
-        rank_environment(share.threads, rank, len(shares), cores=cores) for rank, share in enumerate(shares)
+        rank_environment(share.threads, rank, len(shares), cores=cores) | group for rank, share in enumerate(shares)
     ]
     done = run_ranks(
         "loadmaster.launch.load:load_in_rank",
