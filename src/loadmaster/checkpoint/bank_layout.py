@@ -91,7 +91,9 @@ class BankLayout:
                         f"experts layout {self.name!r}: {name} goes by {other!r}, which is no bank of weights of it"
                     )
             if (bank.halves or bank.interleaved) and bank.intermediate == 1:
-                raise InputError(f"experts layout {self.name!r}: {name} has gate and up in its rows; no columns are cut")
+                raise InputError(
+                    f"experts layout {self.name!r}: {name} has gate and up in its rows; no columns are cut"
+                )
             for index, part in enumerate(bank.parts):
                 if part in self._places:
                     raise InputError(f"experts layout {self.name!r}: {part!r} has two places")
