@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadmaster.checkpoint import vectored
+from loadmaster.checkpoint import pieces, vectored
 from loadmaster.checkpoint.folder import open_checkpoint
-from loadmaster.checkpoint.pieces import Piece, plan_pieces
-from loadmaster.checkpoint.placement import Placement, place_whole
+from loadmaster.checkpoint.pieces import Piece, plan_dealt, plan_pieces, plan_runs
+from loadmaster.checkpoint.placement import Placement, Run, place_whole
 from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.target import new_memory
 
@@ -115,3 +115,61 @@ def test_files_are_told_apart_where_one_ends_at_the_offset_at_which_the_next_beg
     read_pieces(plan_pieces(placements, destinations), checkpoint.files, 1)
     assert tensors["a"].tolist() == [*range(40)]
     assert tensors["b"].tolist() == [*range(100, 140)]
+
+
+# Rows that are dealt in turns.
+
+
+@given(
+    count=st.integers(1, 40),
+    num_bytes=st.integers(1, 50),
+    turns=st.integers(1, 4),
+    gap=st.integers(0, 20),
+    source=st.integers(0, 100),
+    scratch=st.integers(1, 700),
+)
+def test_dealt_pieces_read_each_byte_once_and_fit_the_scratch(
+    count: int, num_bytes: int, turns: int, gap: int, source: int, scratch: int
+) -> None:
+    stride = num_bytes + gap
+    memory = memoryview(bytearray(1))
+    also = [7 + turn * 10_000 for turn in range(1, turns)]
+    run = Run(source, turns * num_bytes, 7, stride, num_bytes, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "SCRATCH_BYTES", scratch)
+        planned = list(plan_dealt("file", run, also, memory))
+    position, moved = source, []
+    for piece in planned:
+        assert piece.run is not None
+        assert (piece.file, piece.offset, piece.vectors, piece.dtypes) == ("file", position, [], None)
+        assert piece.buffer is memory
+        assert piece.num_bytes <= max(scratch, turns * num_bytes)
+        assert piece.num_bytes == piece.run.num_runs * turns * num_bytes
+        assert (piece.run.source, piece.run.num_bytes, piece.run.target_stride) == (position, num_bytes, stride)
+        position += piece.num_bytes
+        targets = (piece.run.target, *piece.also)
+        moved += [[target + row * stride for target in targets] for row in range(piece.run.num_runs)]
+    assert position == source + turns * num_bytes * count
+    assert moved == [[target + row * stride for target in (7, *also)] for row in range(count)]
+    assert len(planned) == -(-count // max(1, scratch // (turns * num_bytes)))
+
+
+def test_runs_and_other_pieces_come_in_file_order() -> None:
+    memory = memoryview(bytearray(1000))
+    dealt = [*plan_dealt("b", Run(0, 8, 40, 4, 4, 1), [44], memory)]
+    dealt += plan_dealt("a", Run(40, 8, 0, 4, 4, 5), [20], memory)
+    runs = [
+        ("b", Run(8, 6, 100, 6, 6, 1), memory, 300),
+        ("a", Run(80, 3, 0, 3, 3, 1), memory, 200),
+        ("a", Run(0, 10, 0, 5, 5, 4), memory, 500),
+        ("b", Run(14, 4, 0, 4, 4, 1), memory, 406),
+    ]
+    planned = plan_runs(runs, others=dealt)
+    assert [(piece.file, piece.offset, piece.num_bytes) for piece in planned] == [
+        ("a", 0, 20),
+        ("a", 40, 40),
+        ("a", 80, 3),
+        ("b", 0, 8),
+        ("b", 8, 10),
+    ]
+    assert planned[-1].vectors == [(memory, 400, 410)]  # neighbours in the file and in memory

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster.checkpoint import vectored
+from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.vectored import MAX_VECTORS, FileTruncatedError, StridedCopier, read_into
 
 DATA_BYTES = 3 << 20
@@ -267,3 +268,72 @@ def test_map_is_closed_after_success_and_failure(tmp_path: Path) -> None:
     with opened(path) as descriptor:
         StridedCopier().copy(descriptor, 0, 1024, memoryview(bytearray(60_000)), 600, 600, 100)
         assert path.name not in Path("/proc/self/maps").read_text()
+
+
+# Rows that are dealt in turns.
+
+
+@given(
+    count=st.integers(1, 60),
+    size=st.one_of(st.integers(1, 300), st.just(5000)),
+    turns=st.integers(1, 4),
+    gap=st.integers(0, 40),
+    source=st.integers(0, 9000),
+    begin=st.integers(0, 30),
+)
+def test_dealing_is_that_of_numpy(
+    path: Path, data: np.ndarray[Any, Any], count: int, size: int, turns: int, gap: int, source: int, begin: int
+) -> None:
+    """Every other byte of memory stays as it was, and each byte of the file is read once."""
+    stride = size + gap
+    memory = np.full(begin + turns * count * stride + 10, 7, np.uint8)
+    wanted = memory.copy()
+    targets = [begin + turn * count * stride for turn in range(turns)]
+    rows = data[source : source + count * turns * size].reshape(count, turns, size)
+    for turn, target in enumerate(targets):
+        for row in range(count):
+            wanted[target + row * stride : target + row * stride + size] = rows[row, turn]
+    read: list[int] = []
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        read.append(os.preadv(descriptor, buffers, offset))
+        return read[-1]
+
+    run = Run(source, turns * size, targets[0], stride, size, count)
+    with opened(path) as descriptor:
+        assert StridedCopier(preadv).deal(descriptor, run, memoryview(memory.data), targets) == rows.size
+    assert sum(read) == rows.size
+    np.testing.assert_array_equal(memory, wanted)
+
+
+def test_dealing_from_a_file_that_ends(path: Path) -> None:
+    memory = memoryview(bytearray(1000))
+    with opened(path) as descriptor, pytest.raises(FileTruncatedError) as caught:
+        StridedCopier().deal(descriptor, Run(DATA_BYTES - 30, 20, 0, 10, 10, 10), memory, [0, 100])
+    assert caught.value.offset == DATA_BYTES
+
+
+def test_a_scratch_is_kept_between_deals_of_any_size(path: Path, data: np.ndarray[Any, Any]) -> None:
+    copier = StridedCopier()
+    with opened(path) as descriptor:
+        for count in (3, 500, 7):
+            memory = bytearray(16 * count)
+            copier.deal(descriptor, Run(5, 16, 0, 8, 8, count), memoryview(memory), [0, 8 * count])
+            rows = data[5 : 5 + 16 * count].reshape(count, 2, 8)
+            assert bytes(memory) == rows[:, 0].tobytes() + rows[:, 1].tobytes()
+
+
+def test_a_copier_with_a_read_of_its_own_maps_nothing(path: Path, data: np.ndarray[Any, Any]) -> None:
+    """Columns of a file that is read past the page cache, or dropped from it, must not be mapped."""
+    calls: list[int] = []
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return os.preadv(descriptor, buffers, offset)
+
+    memory = bytearray(3 * 4096)
+    with opened(path) as descriptor:
+        read = StridedCopier(preadv).copy(descriptor, 10, 9000, memoryview(memory), 4096, 4096, 3)
+    assert read == 2 * 9000 + 4096
+    assert calls == [10]
+    assert bytes(memory) == b"".join(data[10 + 9000 * row : 10 + 9000 * row + 4096].tobytes() for row in range(3))
