@@ -190,11 +190,13 @@ class _BankReference:
         return torch.cat(whole)  # type: ignore[no-any-return]
 
     def _part(self, layer: int, part: str, expert: int) -> torch.Tensor:
-        entry = self._entries.get((layer, part, expert))
-        if entry is not None:
-            return self._files.of(entry.file).get_tensor(entry.name)  # type: ignore[no-any-return]
-        entry = self._entries[layer, part, None]
-        return self._files.of(entry.file).get_slice(entry.name)[expert]  # type: ignore[no-any-return]
+        alone = self._entries.get((layer, part, expert))
+        entry = alone or self._entries[layer, part, None]
+        try:
+            file = self._files.of(entry.file)
+            return file.get_tensor(entry.name) if alone else file.get_slice(entry.name)[expert]  # type: ignore[no-any-return]
+        except Exception as unreadable:  # the library has no common error for a file that has changed
+            raise VerificationError(f"{entry.file} cannot be verified: {unreadable}") from None
 
 
 def _compare_padding(placement: Placement, tensor: torch.Tensor) -> None:
