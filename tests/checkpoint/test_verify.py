@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadmaster import Checkpoint, Move, Placement, Shard, load, open_checkpoint
+from loadmaster import Checkpoint, ExpertShard, Move, Placement, Shard, load, load_experts, open_checkpoint
 from loadmaster.checkpoint import verify
+from loadmaster.checkpoint.bank_layout import LAYOUTS
 from loadmaster.checkpoint.placement import place_whole
 from loadmaster.checkpoint.sharding import place_shard
-from loadmaster.checkpoint.verify import VerificationError, verify_placements
+from loadmaster.checkpoint.verify import VerificationError, verify_banks, verify_placements
 from loadmaster.errors import LoadmasterError, MissingDependencyError
 
+from .helpers.experts import FAMILIES, SIZES, Banks, moe_tensors, write_moe
 from .helpers.files import random_tensor, write_file
 
 UP, DOWN, FUSED, HEAD = (
@@ -184,3 +186,61 @@ def test_missing_library_is_one_sentence_with_the_command(
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'loadmaster\[torch\]'"):
         verify_placements(tensors, checkpoint, placements)
+
+
+# Banks.
+
+
+@pytest.mark.parametrize("where", [ExpertShard(), ExpertShard(tp_rank=1, tp_ranks=2, ep_rank=1, ep_ranks=2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_byte_of_any_bank_is_found_and_its_expert_named(tmp_path: Path, family: str, where: ExpertShard) -> None:
+    """The first and the last byte of each expert's row, and one in between; one bit of it."""
+    path = write_moe(tmp_path, moe_tensors(family, SIZES[family], (2,)))
+    banks: Banks = {}
+    load_experts(banks, path, shard=where)
+    checkpoint, layout = open_checkpoint(path), LAYOUTS[family]
+    experts = [2, 3] if where.ep_ranks == 2 else [0, 1, 2, 3]
+    assert verify_banks(banks, checkpoint, layout, where).tensors == len(layout.banks)
+    for name, bank in banks[2].items():
+        memory = bank.view(torch.uint8).reshape(len(experts), -1)
+        for row, expert in enumerate(experts):
+            for byte in (0, memory.shape[1] // 2 + 1, memory.shape[1] - 1):
+                memory[row, byte] ^= 1 << byte % 8
+                with pytest.raises(
+                    VerificationError,
+                    match=f"bank {name} of layer 2 differs from the reference at expert {expert}$",
+                ):
+                    verify_banks({2: {name: bank}}, checkpoint, layout, where)
+                memory[row, byte] ^= 1 << byte % 8
+    verify_banks(banks, checkpoint, layout, where)
+
+
+def test_banks_of_another_rank_or_number_of_experts_are_found(tmp_path: Path) -> None:
+    path = write_moe(tmp_path, moe_tensors("per-expert", SIZES["per-expert"]))
+    banks: Banks = {}
+    load_experts(banks, path, shard=ExpertShard(ep_rank=0, ep_ranks=2))
+    checkpoint, layout = open_checkpoint(path), LAYOUTS["per-expert"]
+    with pytest.raises(VerificationError, match="bank gate_up of layer 0 holds 2 experts, not 4"):
+        verify_banks(banks, checkpoint, layout, ExpertShard())
+    with pytest.raises(VerificationError, match="bank gate_up of layer 0 differs from the reference at expert 2"):
+        verify_banks(banks, checkpoint, layout, ExpertShard(ep_rank=1, ep_ranks=2))
+    with pytest.raises(VerificationError, match="bank gate_up of layer 0 differs from the reference at expert 2"):
+        verify_banks(banks, checkpoint, layout, ExpertShard(ep_rank=0, ep_ranks=2, ep="strided"))
+    with pytest.raises(VerificationError, match="bank gate_up of layer 0 differs from the reference at expert 0"):
+        verify_banks(banks, checkpoint, layout, ExpertShard(tp_rank=0, tp_ranks=2, ep_rank=0, ep_ranks=2))
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: os.truncate(path, 50), lambda path: path.unlink()], ids=["truncated", "removed"]
+)
+def test_file_that_changed_before_its_banks_are_verified_is_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    path = write_moe(tmp_path, moe_tensors("per-expert", SIZES["per-expert"]))
+    banks: Banks = {}
+    load_experts(banks, path)
+    checkpoint = open_checkpoint(path)
+    spoil(path / "part-0.safetensors")
+    with pytest.raises(LoadmasterError) as caught:
+        verify_banks(banks, checkpoint, LAYOUTS["per-expert"], ExpertShard())
+    assert str(path / "part-0.safetensors") in str(caught.value)
