@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 import loadmaster as lm
 
 NAMES = [
+    "BankLayout",
     "Checkpoint",
     "Entry",
+    "ExpertShard",
     "Host",
     "Lease",
     "LoadmasterError",
@@ -34,6 +36,7 @@ NAMES = [
     "iter_tensors",
     "lease",
     "load",
+    "load_experts",
     "load_pool",
     "load_threads",
     "open_checkpoint",
@@ -63,8 +66,20 @@ SIGNATURES = {
         "(target: 'torch.nn.Module | MutableMapping[str, torch.Tensor]', "
         "path: 'str | os.PathLike[str] | Checkpoint', *, shard: 'Shard | None' = None, "
         "placement: 'Placements | None' = None, dtype: 'torch.dtype | None' = None, threads: 'int | None' = None, "
-        "progress: 'Progress | None' = None) -> 'Report'"
+        "cold: 'bool' = False, drop_cache: 'bool' = False, progress: 'Progress | None' = None) -> 'Report'"
     ),
+    "load_experts": (
+        "(banks: 'MutableMapping[int, Mapping[str, torch.Tensor]]', path: 'str | os.PathLike[str] | Checkpoint', *, "
+        "layout: 'BankLayout | None' = None, shard: 'ExpertShard | None' = None, on_layer: 'OnLayer | None' = None, "
+        "threads: 'int | None' = None, cold: 'bool' = False, drop_cache: 'bool' = False, "
+        "progress: 'Callable[[int, int], None] | None' = None) -> 'Report'"
+    ),
+    "ExpertShard": (
+        "(*, tp_rank: 'int' = 0, tp_ranks: 'int' = 1, ep_rank: 'int' = 0, ep_ranks: 'int' = 1, "
+        "ep: \"Literal['blocks', 'strided']\" = 'blocks') -> None"
+    ),
+    "BankLayout": "(*, name: 'str', pattern: 'str', banks: 'Mapping[str, Bank]', ignore: 'str' = '(?!)') -> None",
+    "Checkpoint.subset": "(self, keep: 'Callable[[str], bool]') -> 'Checkpoint'",
     "open_checkpoint": "(path: 'str | os.PathLike[str]') -> 'Checkpoint'",
     "iter_tensors": (
         "(path: 'str | os.PathLike[str] | Checkpoint', *, shard: 'Shard | None' = None, "
