@@ -15,7 +15,9 @@ import torch
 
 import loadmaster as lm
 from loadmaster.checkpoint import reader
+from loadmaster.share import lease
 from loadmaster.share.lease import live_leases
+from loadmaster.threads import scope
 from threads.conftest import counts, needs_two_cpus
 
 pytestmark = [pytest.mark.processes, needs_two_cpus]
@@ -26,6 +28,9 @@ SHARE = lm.share().threads
 NEIGHBOUR = """
 import sys
 import loadmaster as lm
+lm.host()
+print("ready", flush=True)
+sys.stdin.readline()
 with lm.lease() as lease:
     print(lease.look().threads, flush=True)
     sys.stdin.readline()
@@ -40,6 +45,15 @@ class Neighbour:
             [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._child.stdout is not None
+        assert self._child.stdout.readline() == "ready\n"
+        self.threads = 0
+
+    def join(self) -> None:
+        """Let it begin to load."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
         self.threads = int(self._child.stdout.readline())
 
     def kill(self) -> None:
@@ -52,12 +66,14 @@ class Neighbour:
 
 
 @pytest.fixture
-def neighbour() -> Iterator[Callable[[], Neighbour]]:
+def neighbour() -> Iterator[Callable[..., Neighbour]]:
     """Starts neighbours; none is left."""
     made: list[Neighbour] = []
 
-    def start() -> Neighbour:
+    def start(joins: bool = True) -> Neighbour:
         made.append(Neighbour())
+        if joins:
+            made[-1].join()
         return made[-1]
 
     yield start
@@ -75,7 +91,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def test_a_scope_counts_a_neighbour_and_is_seen_by_the_next(neighbour: Callable[[], Neighbour]) -> None:
+def test_a_scope_counts_a_neighbour_and_is_seen_by_the_next(neighbour: Callable[..., Neighbour]) -> None:
     first = neighbour()
     assert first.threads == SHARE
     with lm.load_threads() as share:
@@ -90,7 +106,42 @@ def test_a_scope_counts_a_neighbour_and_is_seen_by_the_next(neighbour: Callable[
     assert counts() == (2, 2)
 
 
-def test_paced_follows_a_neighbour_that_comes_and_one_that_is_killed(neighbour: Callable[[], Neighbour]) -> None:
+def test_the_first_scope_of_a_process_waits_for_one_that_begins_a_moment_later(
+    neighbour: Callable[..., Neighbour], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loader may never look again. Later scopes do not wait, and neither does one with a number of its own."""
+    monkeypatch.setattr(scope, "_settled", set())
+    other = neighbour(joins=False)
+    later = threading.Timer(0.02, other.join)
+    later.start()
+    with lm.load_threads() as share:
+        assert (share.threads, share.workers) == (SHARE // 2, 2)
+    later.join()
+    other.kill()
+    settled: list[float] = []
+    monkeypatch.setattr(lease.Lease, "settle", lambda held: settled.append(0.0))
+    for threads in ("auto", 1):
+        with lm.load_threads(threads):  # type: ignore[arg-type]
+            pass
+    assert settled == []
+
+
+def test_a_first_scope_that_stays_alone_waits_a_twentieth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scope, "_settled", set())
+    begin = time.monotonic()
+    with lm.load_threads() as share:
+        assert share.threads == SHARE
+    assert time.monotonic() - begin > 0.045
+    monkeypatch.setenv("LOADMASTER_LEASES", "off")
+    monkeypatch.setattr(scope, "_settled", set())
+    slept: list[float] = []
+    monkeypatch.setattr(lease, "sleep", slept.append)
+    with lm.load_threads() as share:
+        assert share.threads == SHARE
+    assert slept == []
+
+
+def test_paced_follows_a_neighbour_that_comes_and_one_that_is_killed(neighbour: Callable[..., Neighbour]) -> None:
     weights = lm.paced(iter(int, 1))  # without an end
     next(weights)
     assert counts() == (SHARE, SHARE)
@@ -109,14 +160,14 @@ def test_paced_follows_a_neighbour_that_comes_and_one_that_is_killed(neighbour: 
     assert live_leases() == []
 
 
-def test_an_explicit_number_is_left_alone_by_neighbours(neighbour: Callable[[], Neighbour]) -> None:
+def test_an_explicit_number_is_left_alone_by_neighbours(neighbour: Callable[..., Neighbour]) -> None:
     neighbour()
     with lm.load_threads(SHARE) as share:
         assert share.threads == SHARE
         assert counts()[0] == SHARE
 
 
-def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable[[], Neighbour]) -> None:
+def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable[..., Neighbour]) -> None:
     inside: set[int] = set()
     seen: list[int] = []
     lock = threading.Lock()
@@ -146,7 +197,7 @@ def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable
 
 
 def test_the_reader_gives_way_to_a_neighbour_and_takes_its_part_when_it_is_gone(
-    neighbour: Callable[[], Neighbour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    neighbour: Callable[..., Neighbour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import save_file
 
@@ -160,14 +211,14 @@ def test_the_reader_gives_way_to_a_neighbour_and_takes_its_part_when_it_is_gone(
 
     def execute(worker: Any, piece: Any) -> None:
         real(worker, piece)
-        with lock:
+        with lock:  # the others wait for what happens here
             number = len(pieces)
             pieces.append(sum(member.name.startswith("loadmaster-read") for member in threading.enumerate()))
-        if number == 100:
-            others.append(neighbour())
-        if number == 500:
-            others[0].kill()
-            time.sleep(0.15)  # the tenth of a second after which a look asks again
+            if number == 100:
+                others.append(neighbour())
+            if number == 500:
+                others[0].kill()
+                time.sleep(0.15)  # the tenth of a second after which a look asks again
 
     monkeypatch.setattr(reader._Worker, "execute", execute)
     tensors: dict[str, torch.Tensor] = {}

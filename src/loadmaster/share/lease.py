@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 from types import TracebackType
 
 from loadmaster.errors import InputError
@@ -24,7 +24,16 @@ from loadmaster.host import Host, read_host
 from loadmaster.host.notices import warn_once
 from loadmaster.share.fairness import Part
 from loadmaster.share.launcher import read_declared
-from loadmaster.share.lease_claim import ProcessClaim, divide_living, guard, join_claim, reason, tell, unknown
+from loadmaster.share.lease_claim import (
+    SETTLE_SECONDS,
+    ProcessClaim,
+    divide_living,
+    guard,
+    join_claim,
+    reason,
+    tell,
+    unknown,
+)
 from loadmaster.share.lease_file import describe_process
 from loadmaster.share.lease_folder import Folder, LeaseName, RefusedError, folder_path, open_folder
 from loadmaster.share.share import Share, live_share, own_share, read_request
@@ -210,6 +219,18 @@ class Lease:
         if claim.generation[0] == claim.seen and monotonic() < claim.check_at and self._part is claim.part:
             return self._share or self._known()
         return self._look_again(claim)
+
+    def settle(self) -> Share:
+        """Look, and if no other process loads, wait for ones that are just starting: 50 ms at most.
+
+        For a holder that will not look again, and would keep the whole host from those that come a moment later.
+        """
+        until = monotonic() + SETTLE_SECONDS
+        now = self.look()
+        while self._claim is not None and now.workers == 1 and monotonic() < until:
+            sleep(0.002)
+            now = self.look()
+        return now
 
     def _known(self) -> Share:
         if self._share is None:

@@ -195,7 +195,7 @@ class LoadThreads:
         self._forced = forked_with_torch()
         self._lease = Lease(threads=None if self._threads == "auto" else self._threads, host=here, logs=False)
         self._lease.join()
-        part = self._seen = self._lease.look()
+        part = self._seen = self._first_look(self._lease)
         if self._forced:
             warn_once(__name__, FORKED)
             return replace(part, threads=1, why=FORKED)
@@ -204,6 +204,15 @@ class LoadThreads:
         part = replace(part, why=part.why.replace("--threads", "load_threads"))
         if part.threads < self._threads:
             _log.info("load_threads(%d): %d, since only so many CPUs are usable", self._threads, part.threads)
+        return part
+
+    def _first_look(self, held: Lease) -> Share:
+        """The share to begin with: a loader inside may never look again, so the first scope of a process settles."""
+        pid = os.getpid()
+        if self._threads != "auto" or pid in _settled or self._forced:
+            return held.look()
+        part = held.settle()
+        _settled.add(pid)
         return part
 
     def _apply(self, wanted: Share) -> Share:
@@ -254,6 +263,9 @@ class LoadThreads:
         else:
             _log.info(_CHANGED, self._before, self._used, part.why, self._before, seconds)
 
+
+_settled: set[int] = set()
+"""This process's number, once its first scope has settled."""
 
 _NO_SHARE = Share(threads=0, cpus=(), workers=0, why="")
 _CHANGED = "torch intra-op threads: %d -> %d (%s), restored to %d after %.1f s"
