@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
@@ -21,15 +22,19 @@ import torch
 from safetensors.torch import save_file
 
 from loadmaster.bench import load as bench
+from loadmaster.bench.libraries import LIBRARIES
+from loadmaster.bench.limit import LimitStoppedError
 from loadmaster.bench.load import Arm, ArmJob, ArmRank, arms_for, bench_load
 from loadmaster.bench.record import ArmResult
 from loadmaster.errors import CheckpointError, InputError, LoadmasterError, PlacementError
 from loadmaster.launch.load import LoadSettings
+from loadmaster.launch.spawn import RanksStoppedError
 from loadmaster.share import Share
 
 COMMAND = os.fspath(Path(sysconfig.get_path("scripts"), "loadmaster"))
 CPUS = 2
 NUM_TENSORS = 6
+INSTALLED = [name for name, library in LIBRARIES.items() if library.is_there()]
 WHOLE_BYTES = 2 * (65 * 8 + 3 * 64 * 64 + 64 + 3)
 RANK_BYTES = 2 * (64 * 8 + 3 * 32 * 64 + 64 + 3)
 """Of two: vocabulary rows are padded to 128 and divided, the projections are divided, the norms are whole."""
@@ -80,6 +85,7 @@ def test_every_arm_loads_the_same_bytes_and_the_record_is_complete(checkpoint: P
         "sharded": True,
         "verified": True,
         "repeat": 1,
+        "seconds": 300,
     }
     arms = {arm["name"]: arm for arm in record["arms"]}
     threads = sorted({1, record["machine"]["compute_cpus"]})
@@ -89,6 +95,7 @@ def test_every_arm_loads_the_same_bytes_and_the_record_is_complete(checkpoint: P
         "loadmaster-untouched",
         "torch-default",
         *(f"torch-{count}" for count in threads),
+        *INSTALLED,
     ]
     for arm in arms.values():
         _check_arm(arm)
@@ -113,6 +120,7 @@ def _check_arm(arm: Mapping[str, Any]) -> None:
         "tensors",
         "gib_per_second",
         "microseconds_per_tensor",
+        "stopped_after_seconds",
     ]
     (seconds,) = arm["seconds"]
     assert 0 < seconds < 60
@@ -121,6 +129,7 @@ def _check_arm(arm: Mapping[str, Any]) -> None:
     assert arm["gib_per_second"] == pytest.approx(WHOLE_BYTES / (1 << 30) / seconds)
     assert arm["microseconds_per_tensor"] == pytest.approx(1e6 * seconds / NUM_TENSORS)
     assert arm["what"]
+    assert arm["stopped_after_seconds"] is None
 
 
 class Alone:
@@ -143,7 +152,7 @@ def test_an_arm_loads_its_rank_and_finds_that_every_byte_is_right(
     num_bytes = RANK_BYTES if sharded else WHOLE_BYTES
     settings = LoadSettings(ranks=2, sharded=sharded, verify=True)
     part = Share(threads=1, cpus=(0,), workers=2, why="2 cores / 2 ranks")
-    job = ArmJob(path=str(checkpoint), rank=rank, settings=settings, share=part, num_bytes=num_bytes)
+    job = ArmJob(path=str(checkpoint), rank=rank, settings=settings, share=part, num_bytes=num_bytes, arm=arm.name)
     module, _, name = arm.function.partition(":")
     context = Alone()
     done = getattr(importlib.import_module(module), name)(job, context)
@@ -166,7 +175,7 @@ def test_an_arm_that_loads_other_bytes_is_found_out(
     monkeypatch.setattr(bench, "verify_placements", spoil)
     part = Share(threads=1, cpus=(0,), workers=2, why="2 cores / 2 ranks")
     settings = LoadSettings(ranks=2, verify=True)
-    job = ArmJob(path=str(checkpoint), rank=1, settings=settings, share=part, num_bytes=RANK_BYTES)
+    job = ArmJob(path=str(checkpoint), rank=1, settings=settings, share=part, num_bytes=RANK_BYTES, arm=arm.name)
     with pytest.raises(LoadmasterError, match=r"down_proj.weight' of .* differs from the reference"):
         getattr(bench, arm.function.partition(":")[2])(job, Alone())
 
@@ -232,7 +241,8 @@ def test_bad_input_is_found_before_anything_is_measured(checkpoint: Path, tmp_pa
 @pytest.mark.parametrize(("compute_cpus", "counts"), [(1, [1]), (2, [1, 2]), (48, [1, 48])])
 def test_the_loop_of_users_runs_with_one_thread_and_with_all(compute_cpus: int, counts: list[int]) -> None:
     arms = arms_for(compute_cpus)
-    assert list(arms) == ["loadmaster", "loadmaster-untouched", "torch-default", *(f"torch-{n}" for n in counts)]
+    own = ["loadmaster", "loadmaster-untouched", "torch-default", *(f"torch-{n}" for n in counts)]
+    assert list(arms) == [*own, *INSTALLED]
     assert all(name == arm.name for name, arm in arms.items())
 
 
@@ -264,9 +274,105 @@ def test_an_arm_gives_its_median_and_its_spread() -> None:
         "tensors": 4,
         "gib_per_second": 2.5,
         "microseconds_per_tensor": pytest.approx(1e5),
+        "stopped_after_seconds": None,
     }
+
+
+def test_an_arm_that_was_stopped_has_no_figures_but_says_when() -> None:
+    arm = ArmResult(name="torch-default", what="", seconds=[], num_bytes=1 << 30, tensors=4, stopped_after=12.5)
+    found = arm.as_dict()
+    assert not arm.finished
+    assert (found["seconds"], found["stopped_after_seconds"]) == ([], 12.5)
+    for name in ("median_seconds", "spread", "gib_per_second", "microseconds_per_tensor"):
+        assert found[name] is None
 
 
 def test_an_arm_without_tensors_has_no_time_per_tensor() -> None:
     arm = ArmResult(name="limit", what="", seconds=[1.0], num_bytes=0, tensors=0)
     assert arm.as_dict()["microseconds_per_tensor"] is None
+
+
+class Clock:
+    """A monotonic clock that only moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def run_with_a_clock(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, *, takes: dict[str, float], seconds: float, repeat: int
+) -> dict[str, ArmResult]:
+    """Run arms that take as long as ``takes`` says, and are stopped when they have no more time."""
+    clock = Clock(monkeypatch)
+
+    def run(needed: float, timeout: float, stopped: type[Exception]) -> float:
+        clock.now += min(needed, timeout)
+        if needed > timeout:
+            raise stopped("stopped")
+        return needed
+
+    def run_ranks(function: str, jobs: list[ArmJob], *, timeout_seconds: float, **_: Any) -> list[ArmRank]:
+        return [ArmRank(seconds=run(takes[jobs[0].arm], timeout_seconds, RanksStoppedError), num_bytes=1, tensors=1)]
+
+    def limit_seconds(files: Any, num_bytes: int, threads: int, timeout: float) -> float:
+        return run(takes["limit"], timeout, LimitStoppedError)
+
+    monkeypatch.setattr(bench, "run_ranks", run_ranks)
+    monkeypatch.setattr(bench, "limit_seconds", limit_seconds)
+    arms = [name for name in takes if name != "limit"]
+    record = bench_load(checkpoint, LoadSettings(), arms=arms, repeat=repeat, seconds=seconds)
+    assert clock.now - 1000 <= seconds
+    return {arm.name: arm for arm in record.arms}
+
+
+def test_no_repetition_is_begun_that_would_not_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {"limit": 1.0, "loadmaster": 2.0, "torch-1": 7.0}
+    found = run_with_a_clock(checkpoint, monkeypatch, takes=takes, seconds=40, repeat=9)
+    assert {name: len(arm.seconds) for name, arm in found.items()} == {"limit": 3, "loadmaster": 3, "torch-1": 3}
+    assert all(arm.stopped_after is None for arm in found.values())
+
+
+def test_an_arm_that_overruns_is_stopped_and_the_others_still_have_their_turn(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = {"limit": 1.0, "torch-default": 1000.0, "loadmaster": 2.0}
+    found = run_with_a_clock(checkpoint, monkeypatch, takes=takes, seconds=30, repeat=1)
+    assert found["torch-default"].seconds == []
+    assert found["torch-default"].stopped_after == pytest.approx((25.5 - 1) / 2)
+    assert list(found["loadmaster"].seconds) == [2.0]
+
+
+def test_an_arm_that_was_stopped_is_not_tried_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {"limit": 1.0, "torch-default": 21.0, "loadmaster": 2.0}
+    found = run_with_a_clock(checkpoint, monkeypatch, takes=takes, seconds=40, repeat=2)
+    assert found["torch-default"].seconds == []
+    assert len(found["loadmaster"].seconds) == 1, "the pass that met the stop is the measure of the next"
+
+
+def test_an_arm_for_which_no_time_is_left_was_not_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "warm_page_cache", lambda files, deadline: False)
+    found = run_with_a_clock(checkpoint, monkeypatch, takes={"limit": 1.0, "loadmaster": 1.0}, seconds=30, repeat=2)
+    assert {name: (list(arm.seconds), arm.stopped_after) for name, arm in found.items()} == {
+        "limit": ([], 0.0),
+        "loadmaster": ([], 0.0),
+    }
+
+
+def test_warming_ends_when_the_time_is_over(checkpoint: Path) -> None:
+    files = [str(path) for path in checkpoint.iterdir()]
+    assert bench.warm_page_cache(files)
+    assert not bench.warm_page_cache(files, time.monotonic() - 1)
+
+
+@pytest.mark.processes
+def test_a_load_that_takes_too_long_is_a_row_of_the_table(checkpoint: Path) -> None:
+    """Two seconds are not enough to start ranks and import torch in them, and half of them still less."""
+    begin = time.monotonic()
+    done = run_command("bench", "load", checkpoint, "--arms", "loadmaster,torch-1", "--seconds", 1)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin < 20
+    (row,) = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["loadmaster"]]
+    assert row[1].startswith(">")
+    assert row[2] == "stopped"
+    assert "no arm ran more than once" in done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadmaster.bench import limit
-from loadmaster.bench.limit import limit_kind, limit_seconds
+from loadmaster.bench.limit import LimitStoppedError, limit_kind, limit_seconds
 from loadmaster.errors import LoadmasterError
 
 PIECE = 8 << 20
@@ -113,7 +113,7 @@ def test_small_files_may_be_read_over_and_over(files: list[str]) -> None:
     """However often, they are opened once."""
     code = (
         "import resource, sys\n"
-        "from loadmaster.bench.limit import limit_kind, limit_seconds\n"
+        "from loadmaster.bench.limit import LimitStoppedError, limit_kind, limit_seconds\n"
         "assert limit_kind() == 'C'\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}))\n"
         "print(limit_seconds([sys.argv[1]], 1000, 1))\n"
@@ -136,3 +136,8 @@ def test_the_program_is_built_once_and_leaves_nothing_behind(tmp_path: Path, fil
     environment = {**os.environ, "TMPDIR": str(folder)}
     subprocess.run([sys.executable, "-c", code, files[1]], env=environment, check=True)
     assert list(folder.iterdir()) == []
+
+
+def test_a_limit_that_takes_too_long_is_stopped(kind: str, files: list[str]) -> None:
+    with pytest.raises(LimitStoppedError, match="was stopped"):
+        limit_seconds(files, 256 << 20, 1, 1e-6)

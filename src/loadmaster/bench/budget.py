@@ -8,7 +8,7 @@ from loadmaster.errors import InputError
 
 __all__ = ["Budget"]
 
-RESERVE = 0.1, 2.0
+RESERVE = 0.15, 5.0
 """Part of the time, and seconds at the most, that are kept for stopping processes and drawing."""
 
 

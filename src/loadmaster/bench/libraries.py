@@ -87,7 +87,7 @@ def _by_file(placements: Sequence[Placement]) -> Mapping[str, list[Placement]]:
 
 
 def _load_pread(placements: Sequence[Placement]) -> tuple[Tensors, None]:
-    """The library has read a tensor into memory of its own when it gives it: only what must be put together is copied."""
+    """What the library gives is in memory of its own already: only what must be put together is copied."""
     from safetensors import safe_open
 
     tensors: Tensors = {}

@@ -42,9 +42,7 @@ def limit_seconds(files: Sequence[str], num_bytes: int, threads: int, timeout: f
         return _limit_in_python(files, num_bytes, threads, timeout)
     command = [f"/proc/self/fd/{program}", str(threads), str(num_bytes), *files]
     try:
-        done = subprocess.run(
-            command, pass_fds=[program], capture_output=True, text=True, check=False, timeout=timeout
-        )
+        done = subprocess.run(command, pass_fds=[program], capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise LimitStoppedError(_STOPPED) from None
     except PermissionError:  # programs in memory may be forbidden (vm.memfd_noexec)

@@ -152,7 +152,7 @@ def panels(record: BenchRecord) -> list[Panel]:
     ranks = record.settings["ranks"]
     placed = record.arms[0].num_bytes / (1 << 30)
     words = f"{placed:.2f} GiB into {ranks} rank{'s' * (ranks > 1)}, until the last byte is in its place"
-    return [Panel(title=words, arms=[(arm.name, arm) for arm in record.arms], unit="s")]
+    return [Panel(title=words, arms=[(arm.name, arm) for arm in record.arms], unit="seconds")]
 
 
 def measure_arms(
@@ -283,9 +283,7 @@ def _run_arm(
         for rank, share in enumerate(shares)
     ]
     environments = [_environment(arm, share, rank, len(shares)) for rank, share in enumerate(shares)]
-    ranks: list[ArmRank] = run_ranks(
-        arm.function, jobs, environments=environments, timeout_seconds=timeout
-    )
+    ranks: list[ArmRank] = run_ranks(arm.function, jobs, environments=environments, timeout_seconds=timeout)
     return max(rank.seconds for rank in ranks)
 
 
@@ -309,7 +307,7 @@ def read_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
 
 def copy_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
     """The arm of the loop that users write: the library's slices copied into tensors of their own."""
-    torch = import_torch()
+    import_torch()
     from safetensors import safe_open
 
     start_together(context, job.num_bytes)
@@ -325,7 +323,9 @@ def copy_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
             file = placement.entry.file
             opened = safe_open(file, "pt")
         tensor = empty_tensor(placement)
-        copy_slices(placement, functools.partial(opened.get_tensor, name), functools.partial(opened.get_slice, name), tensor)
+        copy_slices(
+            placement, functools.partial(opened.get_tensor, name), functools.partial(opened.get_slice, name), tensor
+        )
         tensors[placement.name] = tensor
     return _finish(job, context, tensors, time.perf_counter() - begin)
 

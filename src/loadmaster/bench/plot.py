@@ -6,6 +6,7 @@ matplotlib draws them and is imported when a picture is made, never before.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,7 @@ def draw(record: BenchRecord, panels: Sequence[Panel], path: Path) -> None:
     LoadmasterError
         The file cannot be written.
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -126,7 +128,8 @@ def draw(record: BenchRecord, panels: Sequence[Panel], path: Path) -> None:
     for axes, panel in zip(rows[:, 0], panels, strict=True):
         _draw_panel(axes, panel)
     try:
-        figure.savefig(path, dpi=150)
+        with rc_context({"svg.fonttype": "none"}):  # words stay words, which can be searched
+            figure.savefig(path, dpi=150)
     except OSError as refused:
         raise LoadmasterError(f"{path} cannot be written: {refused.strerror}") from None
 
@@ -162,8 +165,12 @@ def _draw_bars(axes: Any, panel: Panel) -> None:
         _draw_bar(axes, row, label, arm, panel)
     axes.set_yticks(range(len(panel.arms)), [label for label, _ in panel.arms])
     axes.invert_yaxis()
+    if scale == "log":
+        _plain_ticks(axes.xaxis)
     axes.set_xlim(left, most * 4 if scale == "log" else most * 1.22)
-    axes.set_xlabel(f"{panel.unit}, median; whiskers: least and most" + (", logarithmic" if scale == "log" else ""), size=9)
+    axes.set_xlabel(
+        f"{panel.unit}, median; whiskers: least and most" + (", logarithmic" if scale == "log" else ""), size=9
+    )
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
 
@@ -185,13 +192,19 @@ def _draw_bar(axes: Any, row: int, label: str, arm: ArmResult, panel: Panel) -> 
     axes.annotate(_number(middle), (most, row), (5, 0), textcoords="offset points", va="center", size=8)
 
 
+def _plain_ticks(axis: Any) -> None:
+    """0.01, 1, 100 on a logarithmic axis, in place of powers."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _end(arm: ArmResult) -> float:
     return max(arm.seconds) if arm.finished else arm.stopped_after or 0.0
 
 
 def _floor_log(value: float) -> int:
-    import math
-
     return math.floor(math.log10(value)) if value > 0 else 0
 
 
@@ -199,6 +212,7 @@ def _draw_curves(axes: Any, panel: Panel) -> None:
     """A line through the medians and a band from the least to the most."""
     if panel.logarithmic:
         axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
     places = [place for curve in panel.curves.values() for place, _ in curve]
     if max(places) > LOG_RATIO * min(places):
         axes.set_xscale("log")

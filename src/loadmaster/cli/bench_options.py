@@ -27,9 +27,7 @@ __all__ = [
     "steps",
 ]
 
-ArmsOption = Annotated[
-    str | None, typer.Option("--arms", help="Names of arms, separated by commas; default all.")
-]
+ArmsOption = Annotated[str | None, typer.Option("--arms", help="Names of arms, separated by commas; default all.")]
 RepeatOption = Annotated[int, typer.Option("--repeat", min=1, help="Repetitions of each arm, interleaved.")]
 SecondsOption = Annotated[
     float, typer.Option("--seconds", min=1, help="Be done in so many: fewer repetitions, and what overruns is stopped.")
@@ -86,4 +84,4 @@ def figures(arm: ArmResult, factor: float = 1.0, digits: int = 3) -> list[str]:
         return [f"{factor * value:.{digits}f}" for value in (arm.median, min(arm.seconds), max(arm.seconds))]
     if not arm.stopped_after:
         return ["not run", "", ""]
-    return [f">{factor * arm.stopped_after:.{digits}f}", "", "stopped"]
+    return [f">{factor * arm.stopped_after:.{min(digits, 1)}f}", "", "stopped"]
