@@ -16,12 +16,15 @@ HELP = {
     "": ["plan", "load", "bench"],
     "load": ["CKPT", "--ranks", "--shard", "--threads", "--tp-plan", "--dtype", "--verify", "--quiet", "--json"],
     "plan": ["--ranks", "--json"],
-    "bench": ["load", "scope", "make-checkpoint"],
-    "bench load": ["CKPT", "--arms", "--repeat", "--verify", "--json"],
-    "bench scope": ["--ranks", "--copy-bytes", "--seconds", "--repeat", "--json"],
+    "bench": ["load", "experts", "collapse", "sweep", "scope", "make-checkpoint"],
+    "bench load": ["CKPT", "--arms", "--repeat", "--seconds", "--verify", "--plot", "--json"],
+    "bench experts": ["CKPT", "--experts-by", "--arms", "--repeat", "--seconds", "--verify", "--plot", "--json"],
+    "bench collapse": ["--ranks", "--copy-bytes", "--threads-per-rank", "--repeat", "--seconds", "--plot", "--json"],
+    "bench sweep": ["--ranks", "--copy-bytes", "--repeat", "--seconds", "--plot", "--json"],
+    "bench scope": ["--ranks", "--copy-bytes", "--copy-seconds", "--repeat", "--seconds", "--plot", "--json"],
     "bench make-checkpoint": ["DIR", "--family", "--size"],
 }
-HEAVY = {"torch", "numpy", "safetensors", "psutil", "multiprocessing", "rich", "threadpoolctl"}
+HEAVY = {"torch", "numpy", "safetensors", "psutil", "multiprocessing", "rich", "threadpoolctl", "matplotlib"}
 
 
 @pytest.mark.parametrize(("command", "words"), HELP.items(), ids=HELP)

@@ -87,7 +87,9 @@ def bench_collapse(
     copies = max(1, min(MOST_COPIES, MOST_BYTES // copy_bytes))
     with temporary_checkpoint(copies, copy_bytes) as checkpoint:
         arms = _arms(copies, copy_bytes, threads_per_rank, checkpoint)
-        found = measure_copies(ranks, [*arms, *_size_arms(threads_per_rank)], repeat=repeat, budget=budget, on_step=on_step)
+        found = measure_copies(
+            ranks, [*arms, *_size_arms(threads_per_rank)], repeat=repeat, budget=budget, on_step=on_step
+        )
     results = [_writes(arm, found[arm.name], ranks, copies) for arm in arms]
     results += [_one_copy(arm, found[arm.name]) for arm in _size_arms(threads_per_rank)]
     settings = {
@@ -186,8 +188,8 @@ def panels(record: BenchRecord) -> list[Panel]:
     words = f"{settings['ranks']} ranks, each {settings['copies']} writes of {settings['copy_bytes']} bytes"
     curves = {name: [(size, by_name[size_arm(size, name)]) for size in SIZES] for name in (AS_SHIPPED, SCOPE)}
     return [
-        Panel(title=words, arms=bars, unit="s"),
-        Panel(title="one copy", curves=curves, along="bytes in a copy", unit="us", factor=1e6, ticks=SIZES),
+        Panel(title=words, arms=bars, unit="seconds"),
+        Panel(title="one copy", curves=curves, along="bytes in a copy", unit="microseconds", factor=1e6, ticks=SIZES),
     ]
 
 

@@ -23,11 +23,10 @@ from loadmaster.bench.budget import Budget
 from loadmaster.bench.load import start_together
 from loadmaster.checkpoint.load import load_rank
 from loadmaster.errors import InputError
-from loadmaster.host import host
 from loadmaster.launch.rank import RankContext
 from loadmaster.launch.spawn import RanksStoppedError, run_ranks
-from loadmaster.share import Share, plan_shares
 from loadmaster.share.lease import lease
+from loadmaster.share.settings import USER_OMP_VARIABLE
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import import_torch
 from loadmaster.threads.scope import load_threads
@@ -92,7 +91,6 @@ class CopyJob:
 
     arms: Sequence[CopyArm]
     repeat: int
-    share: Share
     deadline: float
 
 
@@ -179,8 +177,7 @@ def _run_group(
 ) -> None:
     """Run the arms of one wait policy in new processes, and add what they did to ``found``."""
     begin = last = time.monotonic()
-    shares = plan_shares(host(), ranks)
-    jobs = [CopyJob(arms=arms, repeat=repeat, share=share, deadline=begin + seconds) for share in shares]
+    jobs = [CopyJob(arms=arms, repeat=repeat, deadline=begin + seconds)] * ranks
     told: dict[tuple[str, int], list[_Timed]] = {}
 
     def take(_: int, value: tuple[str, int, float, int]) -> None:
@@ -225,7 +222,7 @@ def _policy(policy: str | None) -> dict[str, str]:
 def untouched(rank: int, ranks: int) -> dict[str, str]:
     """The environment of a rank whose launcher tells its place and sets no number of threads."""
     environment = rank_environment(1, rank, ranks)
-    for name in ("OMP_NUM_THREADS", "LOADMASTER_THREADS"):
+    for name in ("OMP_NUM_THREADS", USER_OMP_VARIABLE, "LOADMASTER_THREADS"):
         environment.pop(name, None)
     return environment
 
@@ -247,7 +244,7 @@ def copy_in_rank(job: CopyJob, context: RankContext) -> None:
         if number and begin + took > job.deadline:
             return
         for arm in job.arms:
-            timed = _read(arm, job, context) if arm.checkpoint else _copy(arm, sources, targets, context)
+            timed = _read(arm, context) if arm.checkpoint else _copy(arm, sources, targets, context)
             context.progress((arm.name, number, timed.seconds, timed.copies))
         took = time.monotonic() - begin
 
@@ -296,7 +293,7 @@ def _time_calls(call: Callable[[], Any], seconds: float, calls: int | None) -> _
     return _Timed(now - begin, done)
 
 
-def _read(arm: CopyArm, job: CopyJob, context: RankContext) -> _Timed:
+def _read(arm: CopyArm, context: RankContext) -> _Timed:
     assert arm.checkpoint is not None
     assert arm.copies is not None
     tensors: dict[str, Any] = {}

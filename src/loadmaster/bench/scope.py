@@ -108,17 +108,19 @@ def panels(record: BenchRecord) -> list[Panel]:
         prefix = f"{ranks} ranks, "
         arms = [(arm.name.removeprefix(prefix), arm) for arm in record.arms if arm.name.startswith(prefix)]
         words = f"{ranks} rank{'s' * (ranks > 1)}: one copy of {record.settings['copy_bytes']} bytes"
-        found.append(Panel(title=words, arms=arms, unit="us", factor=1e6))
-    raised = [(arm.name, arm) for arm in record.arms if arm.name.startswith("1 rank at ") or arm.name == "1 rank, scope"]
+        found.append(Panel(title=words, arms=arms, unit="microseconds", factor=1e6))
+    raised = [
+        (arm.name, arm) for arm in record.arms if arm.name.startswith("1 rank at ") or arm.name == "1 rank, scope"
+    ]
     if raised:
-        found.append(Panel(title="de-interleave and cat of expert weights", arms=raised, unit="ms", factor=1e3))
+        found.append(
+            Panel(title="de-interleave and cat of expert weights", arms=raised, unit="milliseconds", factor=1e3)
+        )
     costs = [(arm.name, arm) for arm in record.arms if arm.name in (ENTER, PACED)]
-    return [*found, Panel(title="what the scope costs", arms=costs, unit="us", factor=1e6)]
+    return [*found, Panel(title="what the scope costs", arms=costs, unit="microseconds", factor=1e6)]
 
 
-def _collapse(
-    ranks: int, copy_bytes: int, copy_seconds: float, repeat: int, budget: Budget
-) -> list[ArmResult]:
+def _collapse(ranks: int, copy_bytes: int, copy_seconds: float, repeat: int, budget: Budget) -> list[ArmResult]:
     fixed = {threads_words(count): count for count in fixed_counts(len(host().cores))}
     arms = [
         CopyArm(name=name, copy_bytes=copy_bytes, seconds=copy_seconds, threads=threads, scope=name == SCOPE)

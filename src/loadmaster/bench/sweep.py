@@ -26,7 +26,7 @@ DENSE, STEP = 8, 1.3
 
 
 def sweep_counts(cores: int, also: Sequence[int] = ()) -> list[int]:
-    """Return the counts from 1 to twice the cores, closer together where they are small; ``also`` are never left out."""
+    """Return the counts from 1 to twice the cores, closest where they are small; ``also`` are never left out."""
     most = 2 * cores
     counts = {1, most, cores, *also}
     number = 1
@@ -95,7 +95,7 @@ def panels(record: BenchRecord) -> list[Panel]:
             title=f"one copy of {settings['copy_bytes']} bytes, {ranks} rank{'s' * (ranks > 1)} at once",
             curves={"slowest rank": curve},
             along="threads in each rank",
-            unit="us",
+            unit="microseconds",
             factor=1e6,
             marked={f"share: {threads_words(settings['share'])}": settings["share"]},
             ticks={count: str(count) for count in settings["counts"]},

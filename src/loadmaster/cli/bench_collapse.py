@@ -1,4 +1,4 @@
-"""``loadmaster bench collapse``: the writes of a load, made by several ranks at once, and what is no copying in them."""
+"""``loadmaster bench collapse``: the writes of a load, made by several ranks at once, and what they wait for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _print_record(record: BenchRecord) -> None:
     of_sizes = {size_arm(size, name) for size in SIZES for name in (AS_SHIPPED, SCOPE)}
     shipped = by_name[AS_SHIPPED]
     rows = [[arm.name, *figures(arm), *_rates(arm, shipped)] for arm in record.arms if arm.name not in of_sizes]
-    print_table(console, ("arm", "rank wall s", "min", "max", "GiB/s", "us a\ncall", "x as\nshipped"), rows)
+    print_table(console, ("arm", "rank\nwall s", "min", "max", "GiB/s", "us a\ncall", "x as\nshipped"), rows)
     _explain(console, record)
     costs = [
         [words, *(figures(by_name[size_arm(size, name)], 1e6, 1)[0] for name in (AS_SHIPPED, SCOPE))]
@@ -88,10 +88,10 @@ def _rates(arm: ArmResult, shipped: ArmResult) -> list[str]:
 def _explain(console: Console, record: BenchRecord) -> None:
     settings = record.settings
     ranks, copies, size = settings["ranks"], settings["copies"], settings["copy_bytes"]
-    of_each = "each of them" if ranks > 1 else "it"
+    slowest, each = (f"the slowest of {ranks} ranks", "each rank") if ranks > 1 else ("the rank", "the rank")
     console.print(
-        f"rank wall: {copies} writes of {size} bytes in the slowest of {ranks} ranks; GiB/s: all ranks; loadmaster: "
-        f"{of_each} reads the same bytes from a file into new memory",
+        f"rank wall: {copies} writes of {size} bytes in {slowest}; GiB/s: all ranks together; loadmaster: "
+        f"{each} reads the same bytes from a file into new memory",
         soft_wrap=True,
     )
     cut = [f"{name} {done}" for name, done in settings["copies_done"].items() if done is not None and done < copies]

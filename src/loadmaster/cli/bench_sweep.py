@@ -30,9 +30,7 @@ def bench_sweep(
     from loadmaster.bench.sweep import panels
 
     check_plot(plot)
-    record = measure(
-        ranks, copy_bytes=copy_bytes, repeat=repeat, seconds=seconds, on_step=steps(quiet or as_json)
-    )
+    record = measure(ranks, copy_bytes=copy_bytes, repeat=repeat, seconds=seconds, on_step=steps(quiet or as_json))
     show(record, as_json=as_json, plot=plot, panels=panels, print_record=_print_record)
 
 
@@ -56,7 +54,9 @@ def _print_record(record: BenchRecord) -> None:
     if best is None:
         return
     ours = by_count[share]
-    words = f"the best count is {threads_words(best)}; lm.share() chooses {threads_words(share)} ({settings['share_why']})"
+    words = (
+        f"the best count is {threads_words(best)}; lm.share() chooses {threads_words(share)} ({settings['share_why']})"
+    )
     if ours.finished and share != best:
         words += f", which takes {ours.median / by_count[best].median:.2f} of its time"
     console.print(words, soft_wrap=True)
