@@ -469,6 +469,23 @@ def test_what_may_not_be_read_is_one_sentence(without_rights: dict[str, str], pa
     assert "Permission denied" in message
 
 
+# A part of a checkpoint.
+
+
+def test_subset_has_the_wanted_tensors_alone_and_leaves_the_whole_as_it_was(tmp_path: Path) -> None:
+    write_shards(tmp_path, {f"{name}.safetensors": {name: torch.ones(3), f"{name}2": torch.ones(2)} for name in "ab"})
+    whole = open_checkpoint(tmp_path)
+    part = whole.subset(lambda name: name in ("b", "a2"))
+    assert list(part) == ["a2", "b"]
+    assert (len(whole), whole.num_bytes, part.num_bytes) == (4, 40, 20)
+    assert (part.path, part.files, part.config) == (whole.path, whole.files, whole.config)
+    assert part["b"] is whole["b"]
+    assert torch.equal(part.read("a2"), torch.ones(2))
+    with pytest.raises(CheckpointError, match="has no tensor 'a'"):
+        part.read("a")
+    assert list(part.subset(lambda name: False)) == []
+
+
 # The collector.
 
 

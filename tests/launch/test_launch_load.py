@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from checkpoint.helpers.experts import Sizes, moe_tensors, wanted_banks, write_moe
+from loadmaster.checkpoint.bank_layout import LAYOUTS, Bank, BankLayout
+from loadmaster.checkpoint.reader import CacheUse
 from loadmaster.checkpoint.sharding import Shard
 from loadmaster.errors import CheckpointError, InputError, LoadmasterError, PlacementError
 from loadmaster.launch import load as launch_load
@@ -181,3 +185,127 @@ def test_a_missing_checkpoint_is_found_before_a_rank_is_started(
     monkeypatch.setattr(launch_load, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     with pytest.raises(CheckpointError, match="does not exist"):
         load_ranks(tmp_path / "nowhere", LoadSettings(), shares(1))
+
+
+# With the experts in banks.
+
+SIZES = Sizes(4, 32, 64)
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Two layers of experts, and what every model has besides."""
+    tensors = moe_tensors("nvfp4-modelopt", SIZES, (0, 1))
+    return write_moe(tmp_path / "moe", tensors), tensors
+
+
+def bank_bytes(tensors: Mapping[str, torch.Tensor], experts: Sequence[int], rank: int = 0, ranks: int = 1) -> int:
+    banks = [wanted_banks("nvfp4-modelopt", tensors, layer, experts, rank, ranks) for layer in (0, 1)]
+    return sum(bank.nbytes for of_layer in banks for bank in of_layer.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts_of", "parts"),
+    [
+        (LoadSettings(ranks=2, experts=True), [[0, 1, 2, 3]] * 2, 2),
+        (LoadSettings(ranks=2, experts=True, experts_by="blocks"), [[0, 1], [2, 3]], 1),
+        (LoadSettings(ranks=2, experts=True, experts_by="strided"), [[0, 2], [1, 3]], 1),
+        (LoadSettings(ranks=2, experts=True, sharded=False, experts_by="strided"), [[0, 1, 2, 3]] * 2, 1),
+        (LoadSettings(ranks=1, experts=True, experts_by="blocks"), [[0, 1, 2, 3]], 1),
+    ],
+    ids=["tp", "blocks", "strided", "whole", "one rank"],
+)
+def test_ranks_load_their_experts_into_banks_and_the_rest_as_tensors(
+    here: dict[str, Any],
+    experts: tuple[Path, dict[str, torch.Tensor]],
+    settings: LoadSettings,
+    experts_of: list[list[int]],
+    parts: int,
+) -> None:
+    path, tensors = experts
+    settings = replace(settings, verify=True)
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    report = load_ranks(path, settings, shares(settings.ranks))
+    plain = load_ranks(write_moe(path.parent / "rest", rest), replace(settings, experts=False), shares(settings.ranks))
+    for rank, (with_banks, of_rest, kept) in enumerate(zip(report.ranks, plain.ranks, experts_of, strict=True)):
+        placed = bank_bytes(tensors, kept, rank if parts > 1 else 0, parts)
+        assert with_banks.rank == rank
+        assert with_banks.bytes_placed - of_rest.bytes_placed == placed
+        assert with_banks.tensors - of_rest.tensors == 2 * 9 * len(kept)  # without the scales of activations
+        assert set(with_banks.seconds) == set(of_rest.seconds)
+    assert report.verified is not None
+    assert report.verified.bytes == report.bytes_placed
+    assert report.verified.tensors == settings.ranks * (len(rest) + 2 * 6)
+
+
+def test_a_layout_and_the_use_of_the_cache_reach_the_ranks(
+    here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = BankLayout(
+        name="own",
+        pattern=r"blocks\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.(?P<projection>w)",
+        banks={"w": Bank(parts=("w",), intermediate=1)},
+    )
+    tensors = {f"blocks.0.experts.{expert}.w": torch.full((3, 4), float(expert)) for expert in range(2)}
+    path = write_moe(tmp_path, {**tensors, "norm.weight": torch.ones(5)})
+    seen = []
+    for name in ("load_rank", "load_experts_of_rank"):
+        real = getattr(launch_load, name)
+
+        def load(*arguments: Any, real: Any = real, **named: Any) -> Any:
+            seen.append(named["cache"])
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(launch_load, name, load)
+    settings = LoadSettings(ranks=2, experts=True, layout=layout, verify=True, cache=CacheUse(cold=True, drop=True))
+    report = load_ranks(path, settings, shares(2))
+    assert [rank.bytes_placed for rank in report.ranks] == [2 * 3 * 2 * 4 + 5 * 4] * 2
+    assert seen == [CacheUse(cold=True, drop=True)] * 4
+
+
+def test_progress_of_experts_goes_on_from_that_of_the_rest(
+    here: dict[str, Any], experts: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    told: list[tuple[int, int]] = []
+    report = load_ranks(
+        experts[0], LoadSettings(experts=True), shares(1), on_progress=lambda _, value: told.append(value)
+    )
+    amounts = [done for done, _ in told]
+    assert amounts == sorted(amounts)
+    done, total = told[-1]
+    assert done == total
+    assert report.bytes_placed // 2 < total <= report.bytes_placed  # spread scalars are placed and never read
+
+
+def test_a_checkpoint_of_experts_alone(here: dict[str, Any], tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in moe_tensors("fused", SIZES).items() if ".experts." in name}
+    report = load_ranks(write_moe(tmp_path, tensors), LoadSettings(ranks=2, experts=True, verify=True), shares(2))
+    assert report.bytes_placed == sum(tensor.nbytes for tensor in tensors.values())
+    assert report.verified == Verified(4, report.bytes_placed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "sentence"),
+    [
+        (LoadSettings(ranks=8, experts=True), PlacementError, "do not divide among 8 ranks"),
+        (LoadSettings(ranks=3, experts=True, experts_by="strided"), PlacementError, "4 experts do not divide among 3"),
+        (LoadSettings(experts=True, layout=LAYOUTS["fused"]), CheckpointError, "'fused' has no place for tensor"),
+    ],
+    ids=["ranks", "experts", "layout"],
+)
+def test_experts_that_cannot_be_placed_are_found_before_a_rank_is_started(
+    experts: tuple[Path, dict[str, torch.Tensor]],
+    settings: LoadSettings,
+    kind: type[LoadmasterError],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_load, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(kind, match=sentence):
+        load_ranks(experts[0], settings, shares(settings.ranks))
+
+
+def test_a_dense_checkpoint_has_no_banks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_load, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(CheckpointError, match="has no expert tensors"):
+        load_ranks(checkpoint, LoadSettings(experts=True), shares(1))

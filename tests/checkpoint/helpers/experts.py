@@ -275,14 +275,14 @@ SIZES = {
 
 def moe_tensors(family: str, sizes: Sizes, layers: Sequence[int] = (0,), seed: int = 1) -> dict[str, torch.Tensor]:
     """The tensors of a model: the experts of ``layers``, and what every model has besides."""
-    tensors = {"model.embed_tokens.weight": random_tensor((7, 5), seed=seed)}
+    tensors = {"model.embed_tokens.weight": random_tensor((64, 5), seed=seed)}
     for layer in layers:
         stem = f"model.layers.{layer}."
         tensors[f"{stem}input_layernorm.weight"] = random_tensor((5,), seed=seed + layer)
-        tensors[f"{stem}mlp.shared_experts.up_proj.weight"] = random_tensor((3, 5), seed=seed + layer)
+        tensors[f"{stem}mlp.shared_experts.up_proj.weight"] = random_tensor((8, 5), seed=seed + layer)
         prefix = FAMILIES[family].prefix.format(layer)
         tensors |= {prefix + name: tensor for name, tensor in FAMILIES[family].make(sizes, seed + 100 * layer).items()}
-    tensors["lm_head.weight"] = random_tensor((7, 5), seed=seed + 1)
+    tensors["lm_head.weight"] = random_tensor((64, 5), seed=seed + 1)
     return tensors
 
 
