@@ -156,11 +156,12 @@ def test_a_hook_that_fails_with_the_last_layer(tmp_path: Path) -> None:
 def test_an_interrupt_while_a_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes to this thread, which is waiting for the third layer."""
     path, _ = layers_in_files(tmp_path)
-    interrupted = threading.Event()
+    waiting, interrupted = threading.Event(), threading.Event()
     real = room._Filling._hand_out
 
     def hand_out(*arguments: Any) -> None:
         try:
+            waiting.set()
             real(*arguments)
         except KeyboardInterrupt:
             interrupted.set()
@@ -168,6 +169,7 @@ def test_an_interrupt_while_a_layer_is_waited_for(tmp_path: Path, monkeypatch: p
 
     def interrupt(number: int) -> None:
         if number == 2:
+            assert waiting.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             assert interrupted.wait(10)
 
@@ -180,6 +182,38 @@ def test_an_interrupt_while_a_layer_is_waited_for(tmp_path: Path, monkeypatch: p
     assert banks == {}
     assert sorted(set(begun)) == [0, 1, 2]
     assert begun.count(2) == 1
+
+
+def test_an_interrupt_while_the_reading_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while the reading thread is started: it reads on to the end of its piece, and no further."""
+    path, _ = layers_in_files(tmp_path)
+    reading, interrupted = threading.Event(), threading.Event()
+    real = room.ThreadPoolExecutor.submit
+
+    def submit(*arguments: Any) -> Any:
+        real(*arguments)
+        assert reading.wait(10)
+        raise KeyboardInterrupt
+
+    def wait(number: int) -> None:
+        reading.set()
+        assert interrupted.wait(10)
+
+    real_exit = room.ThreadPoolExecutor.__exit__
+
+    def leave(*arguments: Any) -> Any:
+        interrupted.set()
+        return real_exit(*arguments)
+
+    monkeypatch.setattr(room.ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(room.ThreadPoolExecutor, "__exit__", leave)
+    begun = before_reading(monkeypatch, wait)
+    banks: Banks = {}
+    with pytest.raises(KeyboardInterrupt):
+        load_experts(banks, path, threads=1)
+    assert left_behind(patience=0) == []
+    assert banks == {}
+    assert len(begun) == 1
 
 
 def test_a_file_that_is_truncated_meanwhile_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

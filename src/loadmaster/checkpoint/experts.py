@@ -576,11 +576,11 @@ class _Filling:
             ).bytes_read
 
         with ThreadPoolExecutor(1, thread_name_prefix="loadmaster-banks") as reading:
-            future = reading.submit(read)
-            future.add_done_callback(lambda _: self._complete.put(None))
             try:
+                future = reading.submit(read)
+                future.add_done_callback(lambda _: self._complete.put(None))
                 self._hand_out(future, on_layer)
-            except BaseException:
+            except BaseException:  # also Ctrl-C while the thread is being started
                 stop = True
                 raise
         return future.result()
