@@ -277,11 +277,13 @@ def test_progress_of_experts_goes_on_from_that_of_the_rest(
     assert report.bytes_placed // 2 < total <= report.bytes_placed  # spread scalars are placed and never read
 
 
-def test_a_checkpoint_of_experts_alone(here: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_of_experts_alone(here: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is left that a rule of tensor parallelism could apply to, and nothing is said about it."""
     tensors = {name: tensor for name, tensor in moe_tensors("fused", SIZES).items() if ".experts." in name}
     report = load_ranks(write_moe(tmp_path, tensors), LoadSettings(ranks=2, experts=True, verify=True), shares(2))
     assert report.bytes_placed == sum(tensor.nbytes for tensor in tensors.values())
     assert report.verified == Verified(4, report.bytes_placed)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ class _Sharder:
         for pattern in self.shard.plan.overrides:
             if pattern not in self.used_patterns:
                 _log.warning("tp plan: %r matches no tensor of %s", pattern, self.checkpoint.path)
-        if self.shard.ranks > 1 and not any(moves for _, moves in self._cuts.values()):
+        if self.shard.ranks > 1 and self.checkpoint and not any(moves for _, moves in self._cuts.values()):
             _log.warning(
                 "no tensor-parallel rule applies to %s: each of %d ranks loads the whole",
                 self.checkpoint.path,
