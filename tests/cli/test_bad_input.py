@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cli.helpers.command import COMMAND, loadmaster, run_here, without_privileges
 
@@ -230,6 +230,113 @@ def test_a_plan_that_cannot_be_used(
     assert re.fullmatch("loadmaster: " + wanted.replace("{path}", re.escape(str(plan))), done.sentence), done.stderr
 
 
+def experts_of(file: Path) -> Path:
+    """A checkpoint of four experts that none of the built-in layouts lacks anything of."""
+    shapes = {"gate": (6, 4), "up": (6, 4), "down": (4, 6)}
+    tensors = {
+        f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight": np.ones(shape, np.float32)
+        for expert in range(4)
+        for name, shape in shapes.items()
+    }
+    path = file.with_name("experts.safetensors")
+    save_file(tensors, path)
+    return path
+
+
+def one_expert_less(file: Path) -> Path:
+    path = experts_of(file)
+    tensors = load_file(path)
+    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, path)
+    return path
+
+
+def unknown_projection(file: Path) -> Path:
+    path = experts_of(file)
+    save_file({**load_file(path), "model.layers.0.mlp.experts.0.side_proj.weight": np.ones(3, np.float32)}, path)
+    return path
+
+
+EXPERTS: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
+    "dense": (Path, ["--experts"], r"{path} has no expert tensors: no name holds '\.experts\.'"),
+    "dense with a layout": (
+        Path,
+        ["--experts-layout", "{layout}"],
+        "{path} has no tensor that the experts layout '{layout}' knows",
+    ),
+    "one expert less": (
+        one_expert_less,
+        ["--experts"],
+        r"layer 0: 'up weight' of expert 2 is missing \(bank gate_up\)",
+    ),
+    "unknown projection": (
+        unknown_projection,
+        ["--experts"],
+        r"{path}: no built-in layout .* does not know 'model\.layers\.0\.mlp\.experts\.0\.side_proj\.weight'; .*",
+    ),
+    "ranks": (experts_of, ["--experts", "--ranks", "4"], "tensor '.*' of shape .*: 6 along .* among 4 ranks"),
+    "ranks of whole experts": (
+        experts_of,
+        ["--experts", "--ranks", "3", "--experts-by", "strided"],
+        "layer 0: 4 experts do not divide among 3 ranks",
+    ),
+    "way to deal": (experts_of, ["--experts-by", "rows"], "Invalid value for '--experts-by': .*'rows'.*"),
+    "missing layout": (
+        experts_of,
+        ["--experts-layout", "/nowhere.json"],
+        "/nowhere.json cannot be read: No such file or directory",
+    ),
+    "other layout": (
+        experts_of,
+        ["--experts-layout", "{layout}"],
+        "{path}: the experts layout '{layout}' has no place for tensor 'model.*'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "wanted"), EXPERTS.values(), ids=EXPERTS)
+def test_experts_that_cannot_be_loaded(
+    make: Callable[[Path], Path],
+    options: list[str],
+    wanted: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, layout = make(file), tmp_path / "layout.json"
+    layout.write_text(r'{"pattern": "b(?P<layer>\\d)\\.experts\\.(?P<projection>w)", "banks": {"w": {"parts": ["w"]}}}')
+    done = run_here(capsys, "load", path, *(option.replace("{layout}", str(layout)) for option in options))
+    assert (done.code, done.stdout) == (2, "")
+    words = wanted.replace("{path}", re.escape(str(path))).replace("{layout}", re.escape(str(layout)))
+    assert re.fullmatch(f"loadmaster: {words}", done.sentence), done.stderr
+
+
+LAYOUT_FILES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"{", "{path} is not valid JSON: .*"),
+    "no text": (b"\xff\xfe", "{path} is not valid JSON: .*"),
+    "list": (b"[]", "{path} is no experts layout: it needs 'pattern' and a table of 'banks'"),
+    "option": (
+        b'{"pattern": "x", "banks": {"w": {"parts": ["w"], "dim": 0}}}',
+        "{path}: bank 'w': dim cannot be 0",
+    ),
+    "expression": (
+        b'{"pattern": "(", "banks": {"w": {"parts": ["w"]}}}',
+        r"experts layout '{path}': '\(' is no regular expression: .*",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "wanted"), LAYOUT_FILES.values(), ids=LAYOUT_FILES)
+def test_a_layout_of_experts_that_cannot_be_used(
+    content: bytes, wanted: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = tmp_path / "layout.json"
+    layout.write_bytes(content)
+    done = run_here(capsys, "load", file, "--experts-layout", layout)
+    assert (done.code, done.stdout) == (2, "")
+    assert re.fullmatch("loadmaster: " + wanted.replace("{path}", re.escape(str(layout))), done.sentence), done.stderr
+
+
 VARIABLES = {
     "LOADMASTER_THREADS": "LOADMASTER_THREADS must be a whole number of at least 1, not 'many'",
     "LOADMASTER_CPUS": "LOADMASTER_CPUS must be a whole number of at least 1, not 'many'",
@@ -291,6 +398,7 @@ IN_A_PROCESS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "ranks more than the dimension": (Path, ["--ranks", "8"]),
     "plan": (Path, ["--ranks", "2", "--tp-plan", "/nowhere.json"]),
     "dtype": (Path, ["--dtype", "float7"]),
+    "experts of a dense checkpoint": (Path, ["--experts"]),
 }
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from checkpoint.helpers.experts import Sizes, moe_tensors, wanted_banks, write_moe
 from cli.helpers.command import Done, command_line, hooked, loadmaster, on_terminal
 from launch.helpers.leftovers import alive_at_the_end
 
@@ -150,6 +152,71 @@ def test_a_warning_is_given_once_however_many_ranks_have_cause_for_it(tmp_path: 
     done = loadmaster("load", tmp_path / "model.safetensors", "--ranks", 2, "--verify", "--json")
     assert done.code == 0
     assert done.sentence.startswith("loadmaster: no tensor-parallel rule applies to ")
+
+
+EXPERTS = Sizes(4, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint with two layers of experts in three files; not to be changed."""
+    tensors = moe_tensors("nvfp4-modelopt", EXPERTS, (0, 1))
+    folder = tmp_path_factory.mktemp("checkpoint") / "moe"
+    return write_moe(folder, tensors, lambda name: sum(map(ord, name)) % 3, {"num_experts": 4}), tensors
+
+
+def bank_bytes(tensors: dict[str, torch.Tensor], experts: list[int], rank: int = 0, ranks: int = 1) -> int:
+    banks = [wanted_banks("nvfp4-modelopt", tensors, layer, experts, rank, ranks) for layer in (0, 1)]
+    return sum(bank.nbytes for of_layer in banks for bank in of_layer.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [([], None), (["--experts-by", "strided", "--cold", "--drop-cache"], [0, 2]), (["--experts-by", "blocks"], [0, 1])],
+    ids=["tp", "strided and cold", "blocks"],
+)
+def test_experts_go_into_banks_and_every_byte_is_verified(
+    experts: tuple[Path, dict[str, torch.Tensor]], temporary_folder: Path, options: list[str], kept: list[int] | None
+) -> None:
+    """The keys of the JSON are those of any load."""
+    path, tensors = experts
+    done = loadmaster("load", path, "--ranks", 2, "--experts", "--verify", "--json", *options)
+    assert done.code == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "O_DIRECT" not in line] == []
+    report = done.document
+    assert list(report) == ["ok", "checkpoint", "ranks", "load_seconds", "wall_seconds", "gib_per_second", "verified"]
+    rest = {name: tensor.nbytes for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    of_rest = sum(size if "norm" in name else size // 2 for name, size in rest.items())
+    of_banks = bank_bytes(tensors, kept) if kept else bank_bytes(tensors, [0, 1, 2, 3], 0, 2)
+    for rank in report["ranks"]:
+        assert list(rank["seconds"]) == PHASES
+        assert rank["bytes_placed"] == of_rest + of_banks
+        assert rank["tensors"] == len(rest) + 2 * 9 * len(kept or [0, 1, 2, 3])
+    assert report["verified"] == {"tensors": 2 * (len(rest) + 12), "bytes": 2 * (of_rest + of_banks)}
+
+
+def test_experts_of_other_names_go_by_a_file(tmp_path: Path, temporary_folder: Path) -> None:
+    """The layout alone says that there are experts."""
+    tensors = {f"blocks.0.experts.{expert}.w": torch.full((4, 6), float(expert)) for expert in range(2)}
+    path = write_moe(tmp_path / "own", tensors)
+    layout = tmp_path / "layout.json"
+    pattern = r"blocks\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.(?P<projection>w)"
+    layout.write_text(json.dumps({"pattern": pattern, "banks": {"w": {"parts": ["w"], "intermediate": 0}}}))
+    done = loadmaster("load", path, "--ranks", 2, "--experts-layout", layout, "--verify", "--json")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.document["verified"] == {"tensors": 2, "bytes": 2 * 4 * 6 * 4}
+
+
+def test_a_wrong_byte_of_a_bank_is_found_by_verify(
+    experts: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, temporary_folder: Path
+) -> None:
+    path = write_moe(tmp_path / "alone", {name: tensor for name, tensor in experts[1].items() if ".experts." in name})
+    done = loadmaster("load", path, "--experts", "--verify", "--json", environment=hooked(tmp_path, rank0="corrupt"))
+    assert done.code == 1
+    assert re.fullmatch(
+        r"loadmaster: rank 0: bank \w+ of layer \d differs from the reference at expert \d", done.sentence
+    )
+    assert (done.document["ok"], done.document["verified"]) == (False, None)
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_one_sentence(
