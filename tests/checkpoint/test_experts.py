@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster import BankLayout, ExpertShard, load_experts, open_checkpoint
+from loadmaster.checkpoint import vectored
 from loadmaster.checkpoint.bank_layout import LAYOUTS, Bank
 from loadmaster.checkpoint.verify import verify_banks
 from loadmaster.errors import CheckpointError, PlacementError
@@ -305,6 +306,22 @@ def test_every_rank_reads_no_more_than_it_keeps_where_parts_are_whole(tmp_path: 
     ]
     assert report.ranks[0].bytes_read == sum(kept)
     assert report.ranks[0].tensors == len(kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_parallel_rank_reads_its_columns_alone_and_short_ones_by_whole_rows(
+    models: dict[str, tuple[Path, dict[str, torch.Tensor]]], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = models[family]
+    banks: Banks = {}
+    short = load_experts(banks, path, shard=ExpertShard(tp_rank=1, tp_ranks=2)).ranks[0].bytes_read
+    spread = [name for name, bank in LAYOUTS[family].banks.items() if bank.spread]
+    needed = sum(bank.nbytes for layer in banks.values() for name, bank in layer.items() if name not in spread)
+    scalars = 2 * 4 * 3 * 4 if spread else 0  # layers, experts, projections, bytes
+    monkeypatch.setattr(vectored, "NARROW_RUN_BYTES", 0)
+    exact = load_experts({}, path, shard=ExpertShard(tp_rank=1, tp_ranks=2)).ranks[0].bytes_read
+    assert exact == needed + scalars
+    assert exact < short < 2 * exact
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,30 @@ def test_each_layer_is_handed_out_once_and_complete(tmp_path: Path, family: str)
             assert all(all_banks[layer][name] is bank for name, bank in banks.items())
 
 
+@pytest.mark.parametrize("piece_bytes", [64, 1000, 4096])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_complete_however_their_bytes_are_cut_into_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, piece_bytes: int
+) -> None:
+    """Pieces end within a row and go on into the next layer; two threads read them in any order."""
+    real = room.plan_runs
+    monkeypatch.setattr(room, "plan_runs", lambda runs, others: real(runs, piece_bytes, others))
+    sizes = Sizes(2, FAMILIES[family].hidden, 2 * FAMILIES[family].intermediate)
+    tensors = moe_tensors(family, sizes, (0, 1, 2))
+    path = write_moe(tmp_path, tensors)
+    for shard in (ExpertShard(), ExpertShard(tp_rank=1, tp_ranks=2)):
+        seen: list[int] = []
+
+        def on_layer(
+            layer: int, banks: Mapping[str, torch.Tensor], shard: ExpertShard = shard, seen: list[int] = seen
+        ) -> None:
+            assert_banks(banks, wanted_banks(family, tensors, layer, [0, 1], shard.tp_rank, shard.tp_ranks))
+            seen.append(layer)
+
+        load_experts({}, path, shard=shard, on_layer=on_layer)
+        assert sorted(seen) == [0, 1, 2]
+
+
 def test_layers_are_handed_out_in_the_order_in_which_they_are_complete(tmp_path: Path) -> None:
     """The files hold them the other way round."""
     tensors = moe_tensors("per-expert", SIZES["per-expert"], (0, 1, 2))

@@ -348,3 +348,38 @@ def test_scalars_that_do_not_go_into_the_rows(tmp_path: Path) -> None:
     path = write_moe(tmp_path, {**tensors, "layers.0.experts.0.w": torch.ones(3, 2)})
     with pytest.raises(PlacementError, match=r"2 scalars \(bank scale\) .* the 3 rows of bank weight"):
         loaded(path, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [({"path": "/nowhere/at/all"}, CheckpointError), ({"threads": 0}, InputError), ({"threads": "two"}, InputError)],
+)
+def test_wrong_argument_is_one_sentence_and_changes_nothing(
+    tmp_path: Path, more: dict[str, Any], error: type[Exception]
+) -> None:
+    path = write_moe(tmp_path, moe_tensors("per-expert", SIZES["per-expert"]))
+    banks: Banks = {}
+    with pytest.raises(error) as caught:
+        load_experts(banks, **{"path": path, **more})
+    assert banks == {}
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("alone", ["gate", "up"])
+def test_a_tensor_for_all_experts_beside_tensors_for_each(tmp_path: Path, alone: str) -> None:
+    """A layout may allow both forms, but one bank takes one of them."""
+    layout = BankLayout(
+        name="own",
+        pattern=r"layers\.(?P<layer>\d+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<projection>gate|up)",
+        banks={"both": Bank(parts=("gate", "up"))},
+    )
+    fused = "up" if alone == "gate" else "gate"
+    tensors = {f"layers.0.experts.{expert}.{alone}": random_tensor((3, 3), seed=expert) for expert in range(3)}
+    tensors[f"layers.0.experts.{fused}"] = random_tensor((3, 3, 3))
+    with pytest.raises(CheckpointError, match=r"'layers\.0\.experts\.(0\.)?up' .* does not fit a bank with"):
+        loaded(write_moe(tmp_path / "one", tensors), layout=layout)
+    tensors[f"layers.0.experts.{alone}"] = random_tensor((3, 3, 3))
+    with pytest.raises(CheckpointError, match=rf"'layers\.0\.experts\.0\.{alone}' repeats a part of"):
+        loaded(write_moe(tmp_path / "two", tensors), layout=layout)
+    tensors = {name: tensor for name, tensor in tensors.items() if name.count(".") == 3}
+    assert list(loaded(write_moe(tmp_path / "three", tensors), layout=layout)[0]) == ["both"]
