@@ -29,7 +29,8 @@ class Alone:
         self.waited += 1
 
     def progress(self, value: Any) -> None:
-        self.told.append(value)
+        if value != "begin":
+            self.told.append(value)
 
 
 def arm(name: str, **settings: Any) -> CopyArm:
@@ -92,7 +93,7 @@ def test_a_rank_begins_no_repetition_after_the_deadline() -> None:
     assert [number for _, number, *_ in line.told] == [0]
 
 
-Told = Sequence[tuple[int, tuple[str, int, float, int]]]
+Told = Sequence[tuple[int, Any]]
 
 
 class Ranks:
@@ -137,6 +138,13 @@ def test_the_arm_that_was_stopped_is_told_from_those_that_were_never_begun(monke
     assert found["b"].stopped_after is not None
     assert found["b"].stopped_after > 0
     assert found["c"].stopped_after == 0
+
+
+def test_ranks_that_were_stopped_while_they_started_ran_no_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run_ranks", Ranks([], stopped=True))
+    assert measure_copies(1, [arm("a")], repeat=1, budget=Budget(60))["a"].stopped_after == 0
+    monkeypatch.setattr(bench, "run_ranks", Ranks([(0, "begin")], stopped=True))
+    assert (measure_copies(1, [arm("a")], repeat=1, budget=Budget(60))["a"].stopped_after or 0) > 0
 
 
 def test_each_wait_policy_has_processes_of_its_own_in_every_repetition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from cli.helpers.command import run_here, without_privileges
+from loadmaster.bench import plot
 from loadmaster.bench.plot import Panel, check_plot, draw
 from loadmaster.bench.record import ArmResult, BenchRecord
 from loadmaster.errors import LoadmasterError, MissingDependencyError
@@ -61,6 +63,16 @@ def test_nothing_finished_can_still_be_drawn(tmp_path: Path) -> None:
     bars = Panel(title="", unit="seconds", arms=[(one.name, one) for one in arms])
     curves = Panel(title="", unit="seconds", curves={"all": [(1, arms[0]), (2, arms[1])]})
     draw(BenchRecord(bench="load", settings={}, arms=arms), [bars, curves], tmp_path / "picture.svg")
+
+
+def test_every_bar_begins_within_the_picture() -> None:
+    """A logarithmic axis begins below the least of all figures, whatever the longest bars are."""
+    axes = Figure().subplots()
+    arms = [arm("fast", 0.087, 0.17), arm("slow", 4.5, 16.0), arm("stopped", stopped_after=0.05)]
+    plot._draw_bars(axes, Panel(title="", unit="seconds", arms=[(one.name, one) for one in arms]))
+    left, right = axes.get_xlim()
+    assert left == pytest.approx(0.01)
+    assert right > 16
 
 
 @pytest.mark.parametrize(("seconds", "logarithmic"), [((1.0, 19.0), False), ((1.0, 21.0), True), ((), False)])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from loadmaster.bench.budget import Budget
-from loadmaster.bench.load import start_together
+from loadmaster.bench.load import BEGIN, start_together
 from loadmaster.checkpoint.load import load_rank
 from loadmaster.errors import InputError
 from loadmaster.launch.rank import RankContext
@@ -177,14 +177,16 @@ def _run_group(
 ) -> None:
     """Run the arms of one wait policy in new processes, and add what they did to ``found``."""
     begin = last = time.monotonic()
+    started = False
     jobs = [CopyJob(arms=arms, repeat=repeat, deadline=begin + seconds)] * ranks
     told: dict[tuple[str, int], list[_Timed]] = {}
 
-    def take(_: int, value: tuple[str, int, float, int]) -> None:
-        nonlocal last
-        name, number, elapsed, copies = value
-        told.setdefault((name, number), []).append(_Timed(elapsed, copies))
-        last = time.monotonic()
+    def take(_: int, value: tuple[str, int, float, int] | str) -> None:
+        nonlocal last, started
+        last, started = time.monotonic(), True
+        if not isinstance(value, str):
+            name, number, elapsed, copies = value
+            told.setdefault((name, number), []).append(_Timed(elapsed, copies))
 
     environments = [{**untouched(rank, ranks), **_policy(policy)} for rank in range(ranks)]
     stopped = False
@@ -201,12 +203,13 @@ def _run_group(
     for (name, _), timed in told.items():
         if len(timed) == ranks:
             _add(found[name], timed)
+    began = stopped and started
     missing = [
         arm.name for arm in arms if not any(len(row) == ranks for key, row in told.items() if key[0] == arm.name)
     ]
     for name in missing:
         if not found[name].of_ranks:
-            found[name].stopped_after = time.monotonic() - last if stopped and name == missing[0] else 0.0
+            found[name].stopped_after = time.monotonic() - last if began and name == missing[0] else 0.0
 
 
 def _add(times: CopyTimes, timed: Sequence[_Timed]) -> None:
@@ -240,6 +243,7 @@ def copy_in_rank(job: CopyJob, context: RankContext) -> None:
     took = 0.0
     for number in range(job.repeat):
         context.barrier()
+        context.progress(BEGIN)  # so that the time to start counts for no arm
         begin = time.monotonic()
         if number and begin + took > job.deadline:
             return

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadmaster.bench.budget import Budget
-from loadmaster.bench.load import SECONDS, Arm, ArmJob, ArmRank, measure_arms, start_together
+from loadmaster.bench.load import END, SECONDS, Arm, ArmJob, ArmRank, measure_arms, start_together
 from loadmaster.bench.record import BenchRecord
 from loadmaster.checkpoint.bank_layout import EXPERTS, Bank, BankLayout
 from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
@@ -260,6 +260,7 @@ def cat_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
 
 
 def _finish(job: ArmJob, context: RankContext, banks: Banks, seconds: float) -> ArmRank:
+    context.progress(END)
     checkpoint = open_checkpoint(job.path)
     layout = job.settings.layout_for(checkpoint)
     shard = job.settings.expert_shard(job.rank)

@@ -37,7 +37,22 @@ from loadmaster.share.lease import lease
 from loadmaster.threads.environment import rank_environment
 from loadmaster.threads.importing import require_torch
 
-__all__ = ["Arm", "ArmJob", "ArmRank", "arms_for", "bench_load", "measure_arms", "panels", "start_together"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "SECONDS",
+    "Arm",
+    "ArmJob",
+    "ArmRank",
+    "arms_for",
+    "bench_load",
+    "measure_arms",
+    "panels",
+    "start_together",
+]
+
+BEGIN, END = "begin", "end"
+"""What a rank tells: it begins to load, which the others do as well; it has loaded."""
 
 SECONDS = 300.0
 """The time that a bench of loads may take where nobody says."""
@@ -207,6 +222,14 @@ def measure_arms(
     ]
 
 
+class _StoppedError(Exception):
+    """An arm overran its time; ``after`` are the seconds that it had loaded for."""
+
+    def __init__(self, after: float) -> None:
+        super().__init__()
+        self.after = after
+
+
 @dataclass
 class _Turn:
     """One arm, or the limit, which takes its turn in every repetition."""
@@ -222,15 +245,17 @@ class _Turn:
         if self.stopped_after is not None:
             return
         begin = time.monotonic()
-        if timeout > 0 and warm_page_cache(files, begin + timeout):
-            try:
-                self.seconds.append(self.measure(begin + timeout - time.monotonic()))
-                return
-            except (RanksStoppedError, LimitStoppedError):
-                self.stopped_after = time.monotonic() - begin
-                return
-        if not self.seconds:
-            self.stopped_after = 0.0
+        if timeout <= 0 or not warm_page_cache(files, begin + timeout):
+            if not self.seconds:
+                self.stopped_after = 0.0
+            return
+        warmed = time.monotonic()
+        try:
+            self.seconds.append(self.measure(begin + timeout - warmed))
+        except _StoppedError as stopped:
+            self.stopped_after = stopped.after
+        except LimitStoppedError:
+            self.stopped_after = time.monotonic() - warmed
 
 
 def warm_page_cache(files: Sequence[str], deadline: float = math.inf) -> bool:
@@ -256,6 +281,7 @@ def start_together(context: RankContext, num_bytes: int) -> None:
     arena = Arena(num_bytes)
     np.frombuffer(arena.buffer, np.uint8)[::4096] = 1
     context.barrier()
+    context.progress(BEGIN)
     del arena
 
 
@@ -283,8 +309,26 @@ def _run_arm(
         for rank, share in enumerate(shares)
     ]
     environments = [_environment(arm, share, rank, len(shares)) for rank, share in enumerate(shares)]
-    ranks: list[ArmRank] = run_ranks(arm.function, jobs, environments=environments, timeout_seconds=timeout)
+    told: dict[str, list[float]] = {BEGIN: [], END: []}
+    try:
+        ranks: list[ArmRank] = run_ranks(
+            arm.function,
+            jobs,
+            environments=environments,
+            on_progress=lambda _, stage: told[stage].append(time.monotonic()),
+            timeout_seconds=timeout,
+        )
+    except RanksStoppedError:
+        raise _StoppedError(_seconds_of_stages(told, len(jobs))) from None
     return max(rank.seconds for rank in ranks)
+
+
+def _seconds_of_stages(told: Mapping[str, Sequence[float]], ranks: int) -> float:
+    """Seconds that stopped ranks had loaded for; 0 where not all of them had begun."""
+    if len(told[BEGIN]) < ranks:
+        return 0.0
+    end = max(told[END]) if len(told[END]) == ranks else time.monotonic()
+    return end - max(told[BEGIN])
 
 
 def _environment(arm: Arm, share: Share, rank: int, ranks: int) -> Mapping[str, str]:
@@ -344,6 +388,7 @@ def library_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
 
 
 def _finish(job: ArmJob, context: RankContext, tensors: Mapping[str, Any], seconds: float) -> ArmRank:
+    context.progress(END)
     checkpoint = open_checkpoint(job.path)
     placements = place(checkpoint, job.settings.shard(job.rank), None)
     if job.settings.verify:

@@ -157,14 +157,15 @@ def _draw_bars(axes: Any, panel: Panel) -> None:
     """One bar an arm, from the top; whiskers are the least and the most, and the median stands at the end."""
     scale = "log" if panel.logarithmic else "linear"
     axes.set_xscale(scale)
-    ends = [_end(arm) * panel.factor for _, arm in panel.arms]
-    shown = [end for end in ends if end > 0]
+    shown = [
+        panel.factor * value for _, arm in panel.arms for value in (*arm.seconds, arm.stopped_after or 0) if value > 0
+    ]
     least, most = (min(shown), max(shown)) if shown else (1.0, 1.0)
-    left = 10 ** _floor_log(least / 1.5) if scale == "log" else 0.0
+    left = 10.0 ** math.floor(math.log10(least / 1.5)) if scale == "log" else 0.0
     for row, (label, arm) in enumerate(panel.arms):
         _draw_bar(axes, row, label, arm, panel)
     axes.set_yticks(range(len(panel.arms)), [label for label, _ in panel.arms])
-    axes.invert_yaxis()
+    axes.set_ylim(len(panel.arms) - 0.4, -0.6)
     if scale == "log":
         _plain_ticks(axes.xaxis)
     axes.set_xlim(left, most * 4 if scale == "log" else most * 1.22)
@@ -184,7 +185,7 @@ def _draw_bar(axes: Any, row: int, label: str, arm: ArmResult, panel: Panel) -> 
         axes.annotate(words, (end or axes.get_xlim()[0], row), (4, 0), textcoords="offset points", va="center", size=8)
         return
     middle, least, most = (panel.factor * value for value in (arm.median, min(arm.seconds), max(arm.seconds)))
-    color = LIMIT if label == "limit" else OURS if label.startswith(OUR_NAMES) else OTHERS
+    color = LIMIT if label == "limit" else OURS if any(name in label for name in OUR_NAMES) else OTHERS
     axes.barh(row, middle, color=color, height=0.62)
     if most > least:
         error = [[max(0.0, middle - least)], [max(0.0, most - middle)]]
@@ -204,18 +205,17 @@ def _end(arm: ArmResult) -> float:
     return max(arm.seconds) if arm.finished else arm.stopped_after or 0.0
 
 
-def _floor_log(value: float) -> int:
-    return math.floor(math.log10(value)) if value > 0 else 0
-
-
 def _draw_curves(axes: Any, panel: Panel) -> None:
     """A line through the medians and a band from the least to the most."""
     if panel.logarithmic:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
     places = [place for curve in panel.curves.values() for place, _ in curve]
+    margin = 0.05 * (max(places) - min(places)) or 0.5
+    axes.set_xlim(min(places) - margin, max(places) + margin)
     if max(places) > LOG_RATIO * min(places):
         axes.set_xscale("log")
+        axes.set_xlim(min(places) / 1.4, max(places) * 1.4)
     for color, (name, curve) in zip(CURVE_COLORS, panel.curves.items(), strict=False):
         known = [(place, arm) for place, arm in curve if arm.finished]
         across = [place for place, _ in known]
@@ -233,6 +233,8 @@ def _draw_curves(axes: Any, panel: Panel) -> None:
     axes.set_xlabel(panel.along, size=9)
     axes.set_ylabel(f"{panel.unit}, median and range" + (" (log)" if panel.logarithmic else ""), size=9)
     axes.grid(color="#dddddd", linewidth=0.6)
+    if all(not arm.finished for curve in panel.curves.values() for _, arm in curve):
+        axes.annotate("not run", (0.5, 0.5), xycoords="axes fraction", ha="center", size=9)
     axes.legend(frameon=False, fontsize=9)
 
 
