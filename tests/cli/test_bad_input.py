@@ -281,6 +281,11 @@ EXPERTS: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
         "layer 0: 4 experts do not divide among 3 ranks",
     ),
     "way to deal": (experts_of, ["--experts-by", "rows"], "Invalid value for '--experts-by': .*'rows'.*"),
+    "way to deal what is not asked for": (
+        experts_of,
+        ["--experts-by", "tp"],
+        "--experts-by deals experts to ranks, and needs --experts",
+    ),
     "missing layout": (
         experts_of,
         ["--experts-layout", "/nowhere.json"],

@@ -49,9 +49,9 @@ def load(
         typer.Option("--experts-layout", metavar="FILE.json", help="Where other experts go; see docs/experts.md."),
     ] = None,
     experts_by: Annotated[
-        ExpertsKind,
+        ExpertsKind | None,
         typer.Option("--experts-by", help="tp: every rank its part of each; blocks, strided: every rank whole ones."),
-    ] = ExpertsKind.tp,
+    ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Read past the page cache (O_DIRECT).")] = False,
     drop_cache: Annotated[
         bool, typer.Option("--drop-cache", help="Give the page cache of the files back as they are read.")
@@ -66,7 +66,7 @@ def load(
     from loadmaster.checkpoint.bank_layout import read_layout
     from loadmaster.checkpoint.reader import CacheUse
     from loadmaster.checkpoint.tensor_parallel import read_tp_plan
-    from loadmaster.errors import LoadmasterError
+    from loadmaster.errors import InputError, LoadmasterError
     from loadmaster.host import host
     from loadmaster.launch.load import LoadSettings, load_ranks
     from loadmaster.observe.progress import progress_display
@@ -74,6 +74,8 @@ def load(
     from loadmaster.share import plan_shares
 
     started = time.monotonic()
+    if experts_by is not None and not experts and experts_layout is None:
+        raise InputError("--experts-by deals experts to ranks, and needs --experts")
     try:
         settings = LoadSettings(
             ranks=ranks,
@@ -84,7 +86,7 @@ def load(
             threads=threads,
             experts=experts or experts_layout is not None,
             layout=read_layout(experts_layout) if experts_layout is not None else None,
-            experts_by=experts_by.value,
+            experts_by=(experts_by or ExpertsKind.tp).value,
             cache=CacheUse(cold, drop_cache),
         )
         shares = plan_shares(host(), ranks, threads=threads)
