@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,21 @@ def test_every_byte_is_copied_walking_through_the_whole_buffer() -> None:
     timed = bench._copy(arm("all", copies=9, seconds=60), sources, targets, Alone())  # type: ignore[arg-type]
     assert timed.copies == 9
     assert torch.equal(sources, targets), "one before the clock starts and nine after it"
+
+
+def test_the_collector_does_not_run_while_copies_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go over the thousands of small tensors that the bench itself has made."""
+    enabled: list[bool] = []
+
+    def look(copy: Callable[[], None], seconds: float, calls: int | None) -> Any:
+        enabled.append(gc.isenabled())
+        return bench._Timed(seconds, 1)
+
+    monkeypatch.setattr(bench, "_time_calls", look)
+    buffer = torch.zeros(10_000, dtype=torch.uint8)
+    bench._copy(arm("one"), buffer, buffer, Alone())  # type: ignore[arg-type]
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 def test_a_rank_stops_copying_when_its_time_is_over() -> None:
