@@ -26,6 +26,7 @@ class Process:
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # a line that waits in a buffer of ours would not be seen by select
         )
         self._pid: int | None = None
 

@@ -247,7 +247,8 @@ class Lease:
         # Where another thread looks at this moment, what was known until now is good enough.
         if guard.acquire(blocking=self._part is None):
             try:
-                claim.refresh()
+                if claim.part is None or claim.generation[0] != claim.seen or monotonic() >= claim.check_at:
+                    claim.refresh()
                 self._follow(claim.part)
             finally:
                 guard.release()

@@ -115,7 +115,7 @@ def describe_process(
     explicit = settings.explicit
     return LeaseFile(
         pid=os.getpid(),
-        command=_command(),
+        command=_command(os.getpid()),
         since=time.time(),
         started=time.monotonic(),
         cpus=frozenset(host.cpus),
@@ -258,7 +258,9 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _command() -> str:
+@lru_cache(maxsize=1)
+def _command(pid: int) -> str:
+    """The command line of this process, ``pid``: a fork has its parent's."""
     try:
         words = Path("/proc/self/cmdline").read_bytes()[:1000].rstrip(b"\0").split(b"\0")
     except OSError:
