@@ -203,7 +203,9 @@ def uneven_in_rank(job: UnevenJob, context: RankContext) -> float:
         start_together(context, sum(placement.num_bytes for placement in mine))
         begin = time.perf_counter()
         load_rank(tensors, checkpoint, mine, dtype=None, held=held, progress=None)
-    return time.perf_counter() - begin
+    elapsed = time.perf_counter() - begin
+    context.barrier()  # a rank that has loaded stays, as ranks do: its end would take a core from the other one
+    return elapsed
 
 
 def _stranger_arms(checkpoint: Checkpoint, environ: Mapping[str, str]) -> dict[str, Callable[[], float]]:
