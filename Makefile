@@ -32,12 +32,15 @@ demo: $(INSTALLED) ## a mixture-of-experts checkpoint into 4 ranks, as torch doe
 	$(BIN)/loadmaster bench make-checkpoint $(DEMO) --family qwen-moe --size $(DEMO_SIZE)
 	$(BIN)/loadmaster bench load $(DEMO) --ranks 4 --arms torch-default,loadmaster --repeat 3 --verify
 
-figures: $(INSTALLED) ## the figures of the README, measured here (about 15 minutes)
+figures: $(INSTALLED) ## the figures of the README, measured here (about 20 minutes)
 	$(BIN)/loadmaster bench make-checkpoint .demo/figures --family llama --size 1700MiB
 	$(BIN)/loadmaster bench load .demo/figures --ranks 1
 	$(BIN)/loadmaster bench load .demo/figures --ranks 2
 	$(BIN)/loadmaster bench load .demo/figures --ranks 4
 	$(BIN)/loadmaster bench scope
+	$(BIN)/loadmaster bench lease .demo/figures --repeat 3
+	$(BIN)/loadmaster bench make-checkpoint .demo/experts --family nvfp4-moe --size 2GiB
+	$(BIN)/loadmaster bench experts .demo/experts --ranks 2 --experts-by blocks
 	$(BIN)/loadmaster bench make-checkpoint .demo/small --family small-tensors --tensors 100000
 	$(BIN)/loadmaster bench load .demo/small --ranks 1 --arms loadmaster
 

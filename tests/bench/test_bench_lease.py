@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from loadmaster.bench import lease as bench
 from loadmaster.bench.lease import bench_lease, uneven_parts
+from loadmaster.checkpoint.folder import open_checkpoint
 from loadmaster.checkpoint.placement import Placement, place_whole
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.errors import LoadmasterError
@@ -70,4 +72,32 @@ def test_the_first_rank_has_three_times_the_bytes_of_the_second(sizes: list[int]
 def test_a_command_that_fails_ends_the_bench_with_its_sentence(tmp_path: Path) -> None:
     words = ["python", "-c", "import sys; sys.exit('no such thing')"]
     with pytest.raises(LoadmasterError, match="exit code 1: no such thing"):
-        bench._run_commands([words, words], dict(os.environ))
+        bench._run_commands([words, words], dict(os.environ), 60)
+
+
+@pytest.mark.processes
+def test_commands_that_take_too_long_are_killed() -> None:
+    words = ["python", "-c", "import time; print('here', flush=True); time.sleep(600)"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench._run_commands([words, words], dict(os.environ), 0.2)
+
+
+def test_an_arm_that_overruns_is_stopped_and_no_round_is_begun_that_does_not_fit(checkpoint: Path) -> None:
+    ran: list[str] = []
+
+    def slow(allowed: float) -> float:
+        ran.append("slow")
+        raise subprocess.TimeoutExpired("load", allowed)
+
+    def quick(allowed: float) -> float:
+        ran.append("quick")
+        return 1.0
+
+    budget = bench.Budget(100)
+    first, second = bench._interleaved(
+        {"a": slow, "b": quick}, open_checkpoint(checkpoint), 5, budget, lambda step: None
+    )
+    assert ran == ["slow", "quick"]
+    assert (first.finished, list(second.seconds)) == (False, [1.0])
+    assert first.stopped_after is not None
+    assert 40 < first.stopped_after < 50

@@ -8,6 +8,7 @@ strangers 4 commands that know nothing of each other, against one with 4 ranks
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadmaster.bench.budget import Budget
 from loadmaster.bench.load import start_together, warm_page_cache
+from loadmaster.bench.plot import Panel
 from loadmaster.bench.record import ArmResult, BenchRecord
 from loadmaster.checkpoint.dtypes import import_torch
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
@@ -28,11 +31,14 @@ from loadmaster.checkpoint.placement import Placement, place_whole
 from loadmaster.errors import LoadmasterError
 from loadmaster.host import host
 from loadmaster.launch.rank import RankContext
-from loadmaster.launch.spawn import run_ranks
+from loadmaster.launch.spawn import RanksStoppedError, run_ranks
 from loadmaster.share.lease import lease
 from loadmaster.threads.importing import require_torch
 
-__all__ = ["bench_lease", "uneven_parts"]
+__all__ = ["bench_lease", "panels", "uneven_parts"]
+
+SECONDS = 240.0
+"""The time that the bench may take where nobody says."""
 
 NEIGHBOURS = (8, 512)
 JOINS, LOOKS = 100, 100_000
@@ -49,7 +55,11 @@ class UnevenJob:
 
 
 def bench_lease(
-    path: str | os.PathLike[str], *, repeat: int = 5, on_step: Callable[[str], None] | None = None
+    path: str | os.PathLike[str],
+    *,
+    repeat: int = 5,
+    seconds: float = SECONDS,
+    on_step: Callable[[str], None] | None = None,
 ) -> BenchRecord:
     """Measure, and return the record: seconds of one call for the costs, of one load for the rest.
 
@@ -58,17 +68,29 @@ def bench_lease(
     require_torch()
     say = on_step or (lambda step: None)
     checkpoint = open_checkpoint(path)
+    budget = Budget(seconds)
     with tempfile.TemporaryDirectory(prefix="loadmaster-bench-", dir=_memory_folder()) as folder:
         environ = {**os.environ, "LOADMASTER_DIR": str(Path(folder, "leases"))}
         for name in ("LOADMASTER_LEASES", "LOADMASTER_THREADS", "OMP_NUM_THREADS"):
             environ.pop(name, None)
         say("joining, looking and leaving")
         arms = _costs(environ, repeat)
-        arms += _interleaved(_uneven_arms(checkpoint, environ), checkpoint, repeat, say)
-        arms += _interleaved(_stranger_arms(checkpoint, environ), checkpoint, repeat, say)
+        arms += _interleaved(_uneven_arms(checkpoint, environ), checkpoint, repeat, budget.portion(2), say)
+        arms += _interleaved(_stranger_arms(checkpoint, environ), checkpoint, repeat, budget, say)
     return BenchRecord(
-        bench="lease", settings={"checkpoint": os.fspath(path), "repeat": repeat, "strangers": STRANGERS}, arms=arms
+        bench="lease",
+        settings={"checkpoint": os.fspath(path), "repeat": repeat, "seconds": seconds, "strangers": STRANGERS},
+        arms=arms,
     )
+
+
+def panels(record: BenchRecord) -> list[Panel]:
+    """What leases cost, and the loads that they are for."""
+    costs, loads = record.arms[:-4], record.arms[-4:]
+    return [
+        Panel(title="what a lease costs", arms=[(arm.name, arm) for arm in costs], unit="microseconds", factor=1e6),
+        Panel(title="loads of the checkpoint", arms=[(arm.name, arm) for arm in loads], unit="seconds"),
+    ]
 
 
 def _memory_folder() -> str | None:
@@ -159,27 +181,56 @@ def _neighbours(number: int, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _interleaved(
-    arms: Mapping[str, Callable[[], float]], checkpoint: Checkpoint, repeat: int, say: Callable[[str], None]
+    arms: Mapping[str, Callable[[float], float]],
+    checkpoint: Checkpoint,
+    repeat: int,
+    budget: Budget,
+    say: Callable[[str], None],
 ) -> list[ArmResult]:
+    """Run the arms in turns as long as another round fits; one that overruns is stopped and not tried again."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    stopped: dict[str, float] = {}
+    round_seconds = 0.0
     for number in range(repeat):
-        for name, run in arms.items():
+        if stopped or not budget.fits(round_seconds):
+            break
+        begin = time.monotonic()
+        for index, (name, run) in enumerate(arms.items()):
             say(f"{name}, {number + 1} of {repeat}")
             warm_page_cache(list(checkpoint.files))
-            seconds[name].append(run())
+            allowed = budget.part(len(arms) - 1 - index)
+            try:
+                seconds[name].append(run(allowed))
+            except (RanksStoppedError, subprocess.TimeoutExpired):
+                stopped[name] = allowed
+        round_seconds = time.monotonic() - begin
     return [
-        ArmResult(name=name, what="seconds of the whole", seconds=times, num_bytes=checkpoint.num_bytes, tensors=1)
+        ArmResult(
+            name=name,
+            what="seconds of the whole",
+            seconds=times,
+            num_bytes=checkpoint.num_bytes,
+            tensors=1,
+            stopped_after=None if times else stopped.get(name, 0.0),
+        )
         for name, times in seconds.items()
     ]
 
 
-def _uneven_arms(checkpoint: Checkpoint, environ: Mapping[str, str]) -> dict[str, Callable[[], float]]:
-    def run(threads: int | None) -> float:
-        jobs = [UnevenJob(path=checkpoint.path, rank=rank, threads=threads) for rank in range(2)]
-        times: list[float] = run_ranks("loadmaster.bench.lease:uneven_in_rank", jobs, environments=[environ] * 2)
+def _uneven_arms(checkpoint: Checkpoint, environ: Mapping[str, str]) -> dict[str, Callable[[float], float]]:
+    def run(threads: int | None, allowed: float) -> float:
+        times: list[float] = run_ranks(
+            "loadmaster.bench.lease:uneven_in_rank",
+            [UnevenJob(path=checkpoint.path, rank=rank, threads=threads) for rank in range(2)],
+            environments=[environ] * 2,
+            timeout_seconds=allowed,
+        )
         return max(times)
 
-    return {"uneven, 1 thread each": lambda: run(1), "uneven, following": lambda: run(None)}
+    return {
+        "uneven, 1 thread each": functools.partial(run, 1),
+        "uneven, following": functools.partial(run, None),
+    }
 
 
 def uneven_parts(placements: Sequence[Placement]) -> tuple[list[Placement], list[Placement]]:
@@ -208,23 +259,30 @@ def uneven_in_rank(job: UnevenJob, context: RankContext) -> float:
     return elapsed
 
 
-def _stranger_arms(checkpoint: Checkpoint, environ: Mapping[str, str]) -> dict[str, Callable[[], float]]:
+def _stranger_arms(checkpoint: Checkpoint, environ: Mapping[str, str]) -> dict[str, Callable[[float], float]]:
     words = [sys.executable, "-m", "loadmaster", "load", checkpoint.path, "--shard", "none", "--quiet"]
     one = [[*words, "--ranks", str(STRANGERS)]]
     many = [words] * STRANGERS
     return {
-        f"1 command, {STRANGERS} ranks": lambda: _run_commands(one, environ),
-        f"{STRANGERS} commands, 1 rank each": lambda: _run_commands(many, environ),
+        f"1 command, {STRANGERS} ranks": functools.partial(_run_commands, one, environ),
+        f"{STRANGERS} commands, 1 rank each": functools.partial(_run_commands, many, environ),
     }
 
 
-def _run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> float:
+def _run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], allowed: float) -> float:
+    """Run all at once; seconds until the last has ended. Those that take longer than allowed are killed."""
     begin = time.perf_counter()
     running = [
         subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
-    said = [process.communicate()[1] for process in running]
+    try:
+        said = [process.communicate(timeout=max(0.0, allowed - time.perf_counter() + begin))[1] for process in running]
+    except BaseException:
+        for process in running:
+            process.kill()  # its ranks see the end of their connection and go with it
+            process.communicate()
+        raise
     seconds = time.perf_counter() - begin
     for process, text in zip(running, said, strict=True):
         if process.returncode:
