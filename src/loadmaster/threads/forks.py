@@ -34,7 +34,8 @@ def _forked_with_torch(pid: int) -> bool:
     own = _library_address("self")
     if own is None or _program("self") != _program(str(parent)):
         return True  # the parent is gone, or cannot be seen: the safe answer
-    # An address that parent and child share was inherited; where each is placed by itself, chance separates them.
+    # An address that parent and child share was inherited. Both may also have loaded it after the fork, since a fork is
+    # laid out as its parent is: that cannot be told apart, and the answer is the safe one.
     return own == _library_address(str(parent))
 
 
