@@ -5,8 +5,9 @@ The ranks run one after the other in this process; real ones are in ``tests/cli`
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Context:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Let ranks run in this process; says what they were given."""
     seen: dict[str, Any] = {}
 
@@ -78,7 +79,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return [pickle.loads(pickle.dumps(result)) for result in done]
 
     monkeypatch.setattr(launch_load, "run_ranks", run_here)
-    return seen
+    yield seen
+    # A rank's process is silent about what its parent has said; this one is to speak again.
+    logging.getLogger("loadmaster.checkpoint.sharding").setLevel(logging.NOTSET)
 
 
 def test_sharded_ranks_load_their_parts(here: dict[str, Any], checkpoint: Path) -> None:
