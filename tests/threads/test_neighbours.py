@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -168,7 +169,9 @@ def test_an_explicit_number_is_left_alone_by_neighbours(neighbour: Callable[...,
         assert counts()[0] == SHARE
 
 
-def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable[..., Neighbour]) -> None:
+def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(
+    neighbour: Callable[..., Neighbour], caplog: pytest.LogCaptureFixture
+) -> None:
     inside: set[int] = set()
     seen: list[int] = []
     lock = threading.Lock()
@@ -187,13 +190,16 @@ def test_a_pool_lets_fewer_tasks_run_while_a_neighbour_loads(neighbour: Callable
             future.result()
         return max(seen)
 
-    with lm.load_pool() as pool:
+    with caplog.at_level(logging.INFO, "loadmaster.threads.pool"), lm.load_pool() as pool:
         assert wait_for(lambda: most() == SHARE, 5)
         other = neighbour()
         most()  # those that were let in before it came
         assert most() == SHARE // 2
         other.kill()
         assert wait_for(lambda: most() == SHARE, 5)
+    said = [line.partition(" (")[0] for line in caplog.messages if line.startswith("load pool: ")]
+    forms = [f"load pool: {workers} workers with 1 threads each" for workers in (SHARE, SHARE // 2, SHARE)]
+    assert said == forms, "each form of it is said once"
     assert live_leases() == []
 
 

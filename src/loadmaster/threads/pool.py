@@ -60,7 +60,7 @@ def load_pool(max_workers: int | None = None, threads: Threads = "auto") -> Iter
         if torch_backend() == "OpenMP":
             stack.callback(process_counts().leave, gate)
             process_counts().join(gate, gate.team)  # threads that a task starts
-        _log.info("load pool: %d workers with %d threads each (%s)", gate.workers, gate.team, share.why)
+        gate.say()
         most = len(share.cpus) if threads == "auto" else share.threads
         executor = _GatedExecutor(gate, max(gate.workers, min(most, max_workers or most)))
         try:
@@ -101,7 +101,14 @@ class _Gate:
         now = self._scope.share_now()
         if now is not self._seen:
             self._seen = now
+            before = self.workers, self.team
             self.workers, self.team = divide_pool(now.threads, self._max_workers)
+            if before != (self.workers, self.team):
+                self.say()
+
+    def say(self) -> None:
+        """Log the pool's form and the reason for it."""
+        _log.info("load pool: %d workers with %d threads each (%s)", self.workers, self.team, self._seen.why)
 
 
 class _GatedExecutor(ThreadPoolExecutor):
