@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadmaster.bench.budget import Budget
-from loadmaster.bench.load import END, SECONDS, Arm, ArmJob, ArmRank, measure_arms, start_together
+from loadmaster.bench.load import END, SECONDS, Arm, ArmJob, ArmRank, choose_arms, measure_arms, start_together
 from loadmaster.bench.record import BenchRecord
 from loadmaster.checkpoint.bank_layout import EXPERTS, Bank, BankLayout
 from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
@@ -24,7 +24,6 @@ from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank
 from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.checkpoint.verify import verify_banks
-from loadmaster.errors import InputError
 from loadmaster.host import host
 from loadmaster.launch.load import LoadSettings
 from loadmaster.launch.rank import RankContext
@@ -83,16 +82,12 @@ def bench_experts(
     checkpoint = open_checkpoint(path)
     layout = settings.layout_for(checkpoint)
     interleaved = any(bank.interleaved for bank in layout.banks.values())
-    known = expert_arms(host().compute_cpus, interleaved, settings.ranks)
-    chosen = list(known) if arms is None else list(arms)
-    for name in chosen:
-        if name not in known:
-            raise InputError(f"there is no arm {name!r}; known are {', '.join(known)}")
+    chosen = choose_arms(expert_arms(host().compute_cpus, interleaved, settings.ranks), arms)
     plans = [plan_banks(checkpoint, layout, settings.expert_shard(rank)) for rank in range(settings.ranks)]
     results = measure_arms(
         checkpoint,
         settings,
-        [known[name] for name in chosen],
+        chosen,
         rank_bytes=[plan.num_bytes for plan in plans],
         tensors=sum(plan.num_entries for plan in plans),
         repeat=repeat,

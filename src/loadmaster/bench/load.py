@@ -46,6 +46,7 @@ __all__ = [
     "ArmRank",
     "arms_for",
     "bench_load",
+    "choose_arms",
     "measure_arms",
     "panels",
     "start_together",
@@ -112,6 +113,20 @@ def arms_for(compute_cpus: int) -> dict[str, Arm]:
     return {arm.name: arm for arm in arms}
 
 
+def choose_arms(known: Mapping[str, Arm], names: Sequence[str] | None) -> list[Arm]:
+    """Return the arms of these names, or all of them.
+
+    Raises
+    ------
+    InputError
+        An arm that does not exist.
+    """
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"there is no arm {name!r}; known are {', '.join(known)}")
+    return list(known.values()) if names is None else [known[name] for name in names]
+
+
 def bench_load(
     path: str | os.PathLike[str],
     settings: LoadSettings,
@@ -131,17 +146,12 @@ def bench_load(
     require_torch()
     budget = Budget(seconds)
     checkpoint = open_checkpoint(path)
-    here = host()
-    known = arms_for(here.compute_cpus)
-    chosen = list(known) if arms is None else list(arms)
-    for name in chosen:
-        if name not in known:
-            raise InputError(f"there is no arm {name!r}; known are {', '.join(known)}")
+    chosen = choose_arms(arms_for(host().compute_cpus), arms)
     rank_bytes = [_placed_bytes(checkpoint, settings, rank) for rank in range(settings.ranks)]
     results = measure_arms(
         checkpoint,
         settings,
-        [known[name] for name in chosen],
+        chosen,
         rank_bytes=rank_bytes,
         tensors=len(checkpoint) * settings.ranks,
         repeat=repeat,
