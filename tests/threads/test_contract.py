@@ -262,8 +262,12 @@ def test_a_second_interrupt_while_leaving_is_passed_on_and_all_is_put_back(
         real(counts_of_process, of)
 
     monkeypatch.setattr(process.ProcessCounts, "leave", leave)
-    with pytest.raises(KeyboardInterrupt, match="a second one"), lm.load_threads(threads):
+    scope_of_load = lm.load_threads(threads)
+    with pytest.raises(KeyboardInterrupt, match="a second one"), scope_of_load:
         pass
+    assert counts() == (before, before)
+    with scope_of_load:  # it was left, and can be entered again
+        assert torch.get_num_threads() == threads
     assert counts() == (before, before)
 
 

@@ -234,14 +234,16 @@ class LoadThreads:
     def _leave(self) -> None:
         """Undo what `_enter` did, all of it or the part that it came to."""
         try:
-            self._undo()
-        except KeyboardInterrupt:  # a second Ctrl-C: every step can be repeated
-            self._undo()
-            raise
-        if self._thread is not None and self._share is not None:
-            self._log_end(self._share)
-        self._thread = self._share = None
-        self._entered = False
+            try:
+                self._undo()
+            except KeyboardInterrupt:  # a second Ctrl-C: every step can be repeated
+                self._undo()
+                raise
+            if self._thread is not None and self._share is not None:
+                self._log_end(self._share)
+        finally:
+            self._thread = self._share = None
+            self._entered = False
 
     def _undo(self) -> None:
         try:
