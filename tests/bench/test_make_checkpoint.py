@@ -142,6 +142,10 @@ EXPECTED: dict[str, tuple[int, int, Any]] = {
         EXPERT + "down_proj.weight": ("U8", (c.hidden_size, c.moe_intermediate_size // 2)),
         EXPERT + "down_proj.weight_scale": ("F8_E4M3", (c.hidden_size, c.moe_intermediate_size // 16)),
     }),
+    "small-experts": (0, 3, lambda c: {
+        EXPERT + "gate_proj.weight": ("BF16", (64, 128)),
+        EXPERT + "down_proj.weight": ("BF16", (128, 64)),
+    }),
     "small-tensors": (1, 0, lambda c: {LAYER + "tensor.weight": ("BF16", (32, 64))}),
 }  # fmt: skip
 

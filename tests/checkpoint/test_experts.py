@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster import BankLayout, ExpertShard, load_experts, open_checkpoint
-from loadmaster.checkpoint import vectored
+from loadmaster.checkpoint import pieces, vectored
 from loadmaster.checkpoint.bank_layout import LAYOUTS, Bank
 from loadmaster.checkpoint.verify import verify_banks
 from loadmaster.errors import CheckpointError, PlacementError
@@ -296,7 +296,10 @@ def test_path_may_be_text_or_a_checkpoint_and_a_part_of_one(tmp_path: Path) -> N
     assert_banks(loaded(open_checkpoint(path).subset(lambda name: not name.startswith("mtp.")))[0], wanted)
 
 
-def test_every_rank_reads_no_more_than_it_keeps_where_parts_are_whole(tmp_path: Path) -> None:
+def test_every_rank_reads_no_more_than_it_keeps_where_parts_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "GAP_BYTES", 0)
     tensors = moe_tensors("nvfp4-modelopt", Sizes(4, 32, 64))
     report = load_experts({}, write_moe(tmp_path, tensors), shard=ExpertShard(ep_rank=1, ep_ranks=2))
     kept = [
@@ -312,6 +315,7 @@ def test_every_rank_reads_no_more_than_it_keeps_where_parts_are_whole(tmp_path: 
 def test_a_tensor_parallel_rank_reads_its_columns_alone_and_short_ones_by_whole_rows(
     models: dict[str, tuple[Path, dict[str, torch.Tensor]]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pieces, "GAP_BYTES", 0)
     path, _ = models[family]
     banks: Banks = {}
     short = load_experts(banks, path, shard=ExpertShard(tp_rank=1, tp_ranks=2)).ranks[0].bytes_read

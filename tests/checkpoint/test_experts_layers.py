@@ -80,7 +80,7 @@ def test_layers_are_complete_however_their_bytes_are_cut_into_pieces(
 ) -> None:
     """Pieces end within a row and go on into the next layer; two threads read them in any order."""
     real = room.plan_runs
-    monkeypatch.setattr(room, "plan_runs", lambda runs, others: real(runs, piece_bytes, others))
+    monkeypatch.setattr(room, "plan_runs", lambda *work, others: real(*work, piece_bytes, others))
     sizes = Sizes(2, FAMILIES[family].hidden, 2 * FAMILIES[family].intermediate)
     tensors = moe_tensors(family, sizes, (0, 1, 2))
     path = write_moe(tmp_path, tensors)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loadmaster import Checkpoint, Move, Placement, Shard, iter_tensors, load, open_checkpoint
+from loadmaster.checkpoint import pieces
 from loadmaster.checkpoint.placement import place_whole
 from loadmaster.errors import CheckpointError, InputError, LoadmasterError, PlacementError
 from loadmaster.observe.report import PHASES
@@ -221,8 +222,9 @@ def test_four_bit_rows_that_end_within_a_byte_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_converts_plain_floats_and_keeps_the_rest(
-    folder: Path, truth: dict[str, torch.Tensor], dtype: torch.dtype
+    folder: Path, truth: dict[str, torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pieces, "GAP_BYTES", 0)
     tensors: dict[str, torch.Tensor] = {}
     report = load(tensors, folder, dtype=dtype)
     plain = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

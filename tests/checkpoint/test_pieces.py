@@ -28,7 +28,8 @@ def spans(piece: Piece) -> Iterator[tuple[int, int, int, int]]:
     if piece.run is None:
         position = piece.offset
         for buffer, start, stop in piece.vectors:
-            yield position, id(buffer), start, stop - start
+            if buffer is not pieces.GAP:
+                yield position, id(buffer), start, stop - start
             position += stop - start
         return
     for number in range(piece.run.num_runs):
@@ -56,11 +57,11 @@ def test_pieces_move_every_byte_once_in_file_order(
     placements = data.draw(st.permutations(placements))
     piece_bytes = data.draw(st.integers(1, 200))
     _, destinations = new_memory(placements)
-    pieces = plan_pieces(placements, destinations, piece_bytes)
+    planned = plan_pieces(placements, destinations, piece_bytes)
 
-    assert [(piece.file, piece.offset) for piece in pieces] == sorted((piece.file, piece.offset) for piece in pieces)
+    assert [(piece.file, piece.offset) for piece in planned] == sorted((piece.file, piece.offset) for piece in planned)
     moved: Counter[tuple[str, int, int]] = Counter()
-    for piece in pieces:
+    for piece in planned:
         assert sum(size for *_, size in spans(piece)) == piece.num_bytes
         assert piece.num_bytes <= piece_bytes or piece.run is not None
         assert len(piece.vectors) <= vectored.MAX_VECTORS
@@ -85,11 +86,11 @@ def test_small_neighbours_share_a_call_and_long_ones_are_cut(
     checkpoint = checkpoint_of(*[(4, 8)] * 3000, (1024, 5000), folder=tmp_path)
     placements = turn(place_whole(checkpoint.values()))
     tensors, destinations = new_memory(placements)
-    pieces = plan_pieces(placements, destinations, 1 << 20)
-    assert len(pieces) < 3 + 2 + 10
-    assert max(len(piece.vectors) for piece in pieces) <= vectored.MAX_VECTORS
-    assert max(piece.num_bytes for piece in pieces) <= 1 << 20
-    read_pieces(pieces, checkpoint.files, 2)
+    planned = plan_pieces(placements, destinations, 1 << 20)
+    assert len(planned) < 3 + 2 + 10
+    assert max(len(piece.vectors) for piece in planned) <= vectored.MAX_VECTORS
+    assert max(piece.num_bytes for piece in planned) <= 1 << 20
+    read_pieces(planned, checkpoint.files, 2)
     for name, wanted in library_tensors(*map(Path, checkpoint.files)).items():
         assert_same(tensors[name], wanted, name)
 
@@ -158,13 +159,8 @@ def test_runs_and_other_pieces_come_in_file_order() -> None:
     memory = memoryview(bytearray(1000))
     dealt = [*plan_dealt("b", Run(0, 8, 40, 4, 4, 1), [44], memory)]
     dealt += plan_dealt("a", Run(40, 8, 0, 4, 4, 5), [20], memory)
-    runs = [
-        ("b", Run(8, 6, 100, 6, 6, 1), memory, 300),
-        ("a", Run(80, 3, 0, 3, 3, 1), memory, 200),
-        ("a", Run(0, 10, 0, 5, 5, 4), memory, 500),
-        ("b", Run(14, 4, 0, 4, 4, 1), memory, 406),
-    ]
-    planned = plan_runs(runs, others=dealt)
+    reads = [("b", 8, 6, 0, 400), ("a", 80, 3, 0, 200), ("b", 14, 4, 0, 406)]
+    planned = plan_runs(reads, [("a", Run(0, 10, 0, 5, 5, 4), 0, 500)], [memory], others=dealt)
     assert [(piece.file, piece.offset, piece.num_bytes) for piece in planned] == [
         ("a", 0, 20),
         ("a", 40, 40),
@@ -173,3 +169,20 @@ def test_runs_and_other_pieces_come_in_file_order() -> None:
         ("b", 8, 10),
     ]
     assert planned[-1].vectors == [(memory, 400, 410)]  # neighbours in the file and in memory
+
+
+def test_small_gaps_are_read_along_and_not_counted() -> None:
+    memory, other = memoryview(bytearray(1000)), memoryview(bytearray(1000))
+    wide = pieces.GAP_BYTES
+    reads = [("a", 0, 8, 0, 0), ("a", 12, 4, 1, 0), ("a", 16 + wide, 4, 0, 8), ("a", 21 + 2 * wide, 4, 0, 12)]
+    first, second = plan_runs([*reads, ("b", 25 + 2 * wide, 4, 0, 16)], [], [memory, other])[:2]
+    assert first.vectors == [(memory, 0, 8), (pieces.GAP, 0, 4), (other, 0, 4), (pieces.GAP, 0, wide), (memory, 8, 12)]
+    assert (first.num_bytes, second.vectors, second.num_bytes) == (16, [(memory, 12, 16)], 4)
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 11, 12, 13])
+def test_no_piece_ends_with_a_gap(piece_bytes: int) -> None:
+    memory = memoryview(bytearray(100))
+    planned = plan_runs([("a", 0, 8, 0, 0), ("a", 12, 4, 0, 8)], [], [memory], piece_bytes)
+    assert [piece.vectors[-1][0] is pieces.GAP for piece in planned] == [False] * len(planned)
+    assert sum(piece.num_bytes for piece in planned) == 12

@@ -88,13 +88,14 @@ def test_a_share_that_rises_is_used_at_once(path: Path, monkeypatch: pytest.Monk
     assert max(running for now, running in share.seen if now == 4) == 4
 
 
-def test_a_share_that_falls_is_kept_within_a_piece_of_each_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_falls_is_kept_within_a_batch_of_each_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "BATCH_PIECES", 1)
     share = Share(monkeypatch, {0: 4, 10: 1})
     load(path, share)
     after = Counter(thread for now, thread in share.read if now == 1)
     *others, survivor = sorted(after, key=after.__getitem__)
     assert after[survivor] > 90
-    assert all(after[thread] <= 2 for thread in others), "the piece that it was at, and one that it had taken already"
+    assert all(after[thread] <= 2 for thread in others), "the batch that it was at, and one that it had taken already"
 
 
 def test_where_no_more_threads_are_to_be_had_those_that_run_do_the_work(

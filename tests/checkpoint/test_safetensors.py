@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.torch import save_file
 
 from loadmaster.checkpoint.folder import open_checkpoint
-from loadmaster.checkpoint.safetensors import MAX_HEADER_BYTES, FileIdentity, read_header
+from loadmaster.checkpoint.safetensors import MAX_HEADER_BYTES, FileIdentity, _parse_any, _parse_plain, read_header
 from loadmaster.errors import CheckpointError
 
 from .helpers.files import described, random_tensor, write_file, write_raw
@@ -355,3 +356,22 @@ def test_storage_shape_counts_two_four_bit_elements_as_one(tmp_path: Path) -> No
     path = write_raw(tmp_path / "shapes.safetensors", header, bytes(22))
     shapes = {entry.name: entry.storage_shape for entry in read_header(path).entries}
     assert shapes == {"four": (2, 3), "eight": (2, 6), "scalar": ()}
+
+
+@given(random=st.randoms(use_true_random=True))
+@settings(max_examples=500)
+def test_a_header_as_writers_write_it_is_read_as_any_other(random: Random) -> None:
+    """The quick way says nothing, or what the thorough one says."""
+    for model in (right_model(random), mutated_model(random)):
+        quick = _parse_plain("file", model.text)
+        if quick is not None:
+            assert quick == _parse_any("file", model.text)
+
+
+def test_what_writers_write_is_read_the_quick_way(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": random_tensor((2, 3)), "b": random_tensor(())}, path, {"k": "v"})
+    raw = path.read_bytes()
+    text = raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]]
+    entries, metadata = _parse_plain(str(path), text) or pytest.fail("the thorough way would be taken")
+    assert ([entry.name for entry in entries], metadata) == (["a", "b"], {"k": "v"})

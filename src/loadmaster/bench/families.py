@@ -224,6 +224,11 @@ QWEN_EXPERTS = """
     mlp.shared_expert.down_proj.weight      bf16  H S
     mlp.shared_expert_gate.weight           bf16  1 H
 """
+EXPERTS_ALONE = """
+    mlp.experts.{expert}.gate_proj.weight   bf16  M H
+    mlp.experts.{expert}.up_proj.weight     bf16  M H
+    mlp.experts.{expert}.down_proj.weight   bf16  H M
+"""
 NVFP4_EXPERTS = """
     mlp.gate.weight                         bf16   E H
     mlp.experts.{expert}.gate_proj.weight   nvfp4  M H
@@ -408,6 +413,18 @@ FAMILIES: dict[str, Family] = {
                 "ignore": ["lm_head", "model.layers.*.self_attn*", "model.layers.*.mlp.gate"],
             },
         },
+    ),
+    "small-experts": Family(  # nothing but experts of 16 KiB tensors: what each tensor costs on its way into a bank
+        model_type="small_experts",
+        architecture="SmallExperts",
+        widths={
+            "hidden_size": Width(128, 128),
+            "moe_intermediate_size": Width(64, 64),
+            "num_experts": Width(128, 8),
+        },
+        before=(),
+        layer=_layer(EXPERTS_ALONE),
+        after=(),
     ),
     "small-tensors": Family(  # nothing but tensors of 4 KiB: what each tensor costs, whatever its size
         model_type="small_tensors",

@@ -27,7 +27,7 @@ from loadmaster.checkpoint.dtypes import DTYPES, item_bytes, torch_dtype
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.memory import ALIGNMENT, Arena
-from loadmaster.checkpoint.pieces import Piece, PlacedRun, plan_dealt, plan_runs
+from loadmaster.checkpoint.pieces import GAP, Piece, PlacedRun, Read, plan_dealt, plan_runs
 from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse, read_pieces
 from loadmaster.checkpoint.safetensors import Entry
@@ -199,6 +199,14 @@ class _Scalars(NamedTuple):
     reciprocal: bool
 
 
+class Work(NamedTuple):
+    """What there is to read: bytes that stay together, columns, and interleaved rows. All into buffer 0."""
+
+    reads: list[Read]
+    strided: list[PlacedRun]
+    dealt: list[PlacedRun]
+
+
 class PlannedLayer(NamedTuple):
     """The banks of one layer, its scalars, and the end of its bytes."""
 
@@ -211,14 +219,13 @@ class PlannedLayer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BanksPlan:
-    """Where everything goes: layers in order, runs from the files to offsets of one memory.
+    """Where everything goes: layers in order, reads and runs from the files to offsets of one memory.
 
     The rows of a run in ``dealt`` go in turns to its target and to the rows right behind those of that target.
     """
 
     layers: Sequence[PlannedLayer]
-    runs: Sequence[tuple[str, Run, int]]
-    dealt: Sequence[tuple[str, Run, int]]
+    work: Work
     num_entries: int
 
     @property
@@ -240,16 +247,15 @@ def plan_banks(checkpoint: Checkpoint, layout: BankLayout, shard: ExpertShard) -
         As `load_experts`.
     """
     given = _collect(checkpoint, layout)
-    runs: list[tuple[str, Run, int]] = []
-    dealt: list[tuple[str, Run, int]] = []
+    work = Work([], [], [])
     layers = []
     at = 0
     number = _number_of_experts(checkpoint)
     for layer in sorted(given):
         planner = _LayerPlanner(layout, layer, given[layer], number, shard, at)
-        layers.append(planner.plan(runs, dealt))
+        layers.append(planner.plan(work))
         at = layers[-1].end
-    return BanksPlan(layers=layers, runs=runs, dealt=dealt, num_entries=sum(layer.num_entries for layer in layers))
+    return BanksPlan(layers=layers, work=work, num_entries=sum(layer.num_entries for layer in layers))
 
 
 def _number_of_experts(checkpoint: Checkpoint) -> int | None:
@@ -261,36 +267,49 @@ def _number_of_experts(checkpoint: Checkpoint) -> int | None:
 def _collect(checkpoint: Checkpoint, layout: BankLayout) -> dict[int, _Given]:
     """Sort the expert tensors by layer, bank, part and expert."""
     match, ignored = re.compile(layout.pattern).fullmatch, re.compile(layout.ignore).fullmatch
+    groups = re.compile(layout.pattern).groupindex
+    per_expert = "expert" in groups
+    wanted = [name for name in ("layer", "projection", "kind", "expert") if name in groups]
     found: dict[int, _Given] = {}
+    slots: dict[tuple[str, ...], dict[int | None, Entry]] = {}
     for name, entry in checkpoint.items():
         if EXPERTS not in name:
             continue
-        groups = match(name)
-        if groups is None:
+        matched = match(name)
+        if matched is None:
             if ignored(name):
                 continue
             raise CheckpointError(f"{entry.file}: the experts layout {layout.name!r} has no place for tensor {name!r}")
-        words = groups.groupdict()
-        place = layout.place_of(words["projection"], words.get("kind"))
-        if place is None:
-            raise CheckpointError(f"{entry.file}: tensor {name!r} has an unknown projection or kind")
-        expert = words.get("expert")
+        words = matched.group(*wanted)
+        part, expert = (words[:-1], words[-1]) if per_expert else (words, None)
         try:
-            layer, key = int(words["layer"]), None if expert is None else int(expert)
+            slot = slots.get(part)
+            if slot is None:
+                slot = slots[part] = _slot_of(part, layout, found, entry)
+            key = None if expert is None else int(expert)
         except (TypeError, ValueError):
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r}: layer {words['layer']!r} or expert {expert!r} is no number"
+                f"{entry.file}: tensor {name!r}: layer {part[0]!r} or expert {expert!r} is no number"
             ) from None
-        of_layer = found.get(layer)
-        if of_layer is None:
-            of_layer = found[layer] = _Given({bank: [{} for _ in row.parts] for bank, row in layout.banks.items()})
-        slot = of_layer.parts[place[0]][place[1]]
         if key in slot:
             raise CheckpointError(f"{entry.file}: tensor {name!r} takes the place that {slot[key].name!r} has already")
         slot[key] = entry
     if not found:
         raise CheckpointError(f"{checkpoint.path} has no tensor that the experts layout {layout.name!r} knows")
     return found
+
+
+def _slot_of(
+    part: tuple[str, ...], layout: BankLayout, found: dict[int, _Given], entry: Entry
+) -> dict[int | None, Entry]:
+    """Where the entries of a part are kept; ValueError or TypeError where the layer is no number."""
+    place = layout.place_of(part[1], part[2] if len(part) > 2 else None)
+    if place is None:
+        raise CheckpointError(f"{entry.file}: tensor {entry.name!r} has an unknown projection or kind")
+    layer = int(part[0])
+    if layer not in found:
+        found[layer] = _Given({bank: [{} for _ in row.parts] for bank, row in layout.banks.items()})
+    return found[layer].parts[place[0]][place[1]]
 
 
 class _Cut(NamedTuple):
@@ -323,8 +342,8 @@ class _LayerPlanner:
         self.rows: dict[str, int] = {}
         self._entries_seen: dict[str, Entry] = {}
 
-    def plan(self, runs: list[tuple[str, Run, int]], dealt: list[tuple[str, Run, int]]) -> PlannedLayer:
-        """Append the runs of this layer and return its banks."""
+    def plan(self, work: Work) -> PlannedLayer:
+        """Append the work of this layer and return its banks."""
         # Weights come first: what scales them, and is spread over their rows, follows their shapes.
         banks = self.layout.banks
         names = sorted(banks, key=lambda name: (bool(banks[name].spread), bool(banks[name].scales)))
@@ -333,10 +352,10 @@ class _LayerPlanner:
         for name in names:
             bank = self.layout.banks[name]
             if bank.spread:
-                planned[name], row = self._spread(name, bank, runs)
+                planned[name], row = self._spread(name, bank, work)
                 scalars.append(row)
             else:
-                planned[name] = self._fill(name, bank, dealt if bank.interleaved else runs)
+                planned[name] = self._fill(name, bank, work)
         return PlannedLayer(
             self.layer, tuple(planned[name] for name in self.layout.banks), tuple(scalars), self.num_entries, self.at
         )
@@ -374,7 +393,7 @@ class _LayerPlanner:
         self.num_entries += len(self.experts)
         return [(slot[expert], 0) for expert in self.experts]
 
-    def _fill(self, name: str, bank: Bank, runs: list[tuple[str, Run, int]]) -> PlannedBank:
+    def _fill(self, name: str, bank: Bank, work: Work) -> PlannedBank:
         parts = [self._entries(name, index) for index in range(len(bank.parts))]
         cuts = [self._cut(name, bank, entries[0][0]) for entries in parts]
         first = cuts[0]
@@ -390,16 +409,30 @@ class _LayerPlanner:
         planned = self._place(name, first.dtype, (len(self.experts), rows, *first.tail))
         offset = planned.offset
         for cut, entries in zip(cuts, parts, strict=True):
-            size = int(np.prod(cut.shape, dtype=np.int64)) * item_bytes(cut.dtype)
-            wanted, dtype = entries[0][0].shape, cut.dtype
-            for row, (entry, inside) in enumerate(entries):
-                if entry.shape != wanted or entry.dtype != dtype:
-                    raise self._unlike(entry, entries[0][0])
-                source, target = entry.offset + inside * size, offset + row * rows * line
-                for run in cut.runs if size else ():
-                    runs.append((entry.file, Run(source + run[0], run[1], run[2], run[3], run[4], run[5]), target))
+            self._move(cut, entries, offset, rows * line, bank.interleaved, work)
             offset += cut.rows * line
         return planned
+
+    def _move(
+        self, cut: _Cut, entries: list[tuple[Entry, int]], target: int, step: int, interleaved: bool, work: Work
+    ) -> None:
+        """List what brings the cut of each entry to ``target``, the next one ``step`` bytes further: up to 100,000."""
+        num_bytes = int(np.prod(cut.shape, dtype=np.int64)) * item_bytes(cut.dtype)
+        runs = cut.runs if num_bytes else ()
+        whole = [(run.source, run.num_bytes, run.target) for run in runs if run.num_runs == 1 and not interleaved]
+        others = [run for run in runs if run.num_runs > 1 or interleaved]
+        reads, rows = work.reads, work.dealt if interleaved else work.strided
+        wanted = entries[0][0].shape
+        for entry, inside in entries:
+            _, dtype, shape, file, offset, _ = entry
+            if shape != wanted or dtype != cut.dtype:
+                raise self._unlike(entry, entries[0][0])
+            source = offset + inside * num_bytes
+            for start, size, at in whole:
+                reads.append((file, source + start, size, 0, target + at))
+            for run in others:
+                rows.append((file, run._replace(source=source + run.source), 0, target))
+            target += step
 
     def _cut(self, name: str, bank: Bank, entry: Entry) -> _Cut:
         """What this rank keeps of one expert's part."""
@@ -459,7 +492,7 @@ class _LayerPlanner:
                 f"among {self.shard.tp_ranks} ranks in blocks of {bank.block}"
             )
 
-    def _spread(self, name: str, bank: Bank, runs: list[tuple[str, Run, int]]) -> tuple[PlannedBank, _Scalars]:
+    def _spread(self, name: str, bank: Bank, work: Work) -> tuple[PlannedBank, _Scalars]:
         parts = len(bank.parts)
         if self.rows[bank.spread] % parts:
             raise PlacementError(
@@ -475,8 +508,8 @@ class _LayerPlanner:
                         f"{entry.file}: tensor {entry.name!r} of dtype {entry.dtype} and shape {list(entry.shape)} is "
                         "no single float32 scale"
                     )
-                run = Run(entry.offset + 4 * inside, 4, 0, 4, 4, 1)
-                runs.append((entry.file, run, offset + 4 * (index * len(self.experts) + row)))
+                target = offset + 4 * (index * len(self.experts) + row)
+                work.reads.append((entry.file, entry.offset + 4 * inside, 4, 0, target))
         return planned, _Scalars(planned, offset, parts, bank.reciprocal)
 
     def _place(self, name: str, dtype: str, shape: tuple[int, ...]) -> PlannedBank:
@@ -509,13 +542,13 @@ class _Filling:
             for layer in plan.layers
         }
         buffer = self._arena.buffer
-        runs: list[PlacedRun] = [(file, run, buffer, target) for file, run, target in plan.runs]
         dealt: list[Piece] = []
-        for file, run, target in plan.dealt:
+        for file, run, _, target in plan.work.dealt:
             first = run._replace(target=target + run.target)
             dealt += plan_dealt(file, first, [first.target + run.num_runs * run.target_stride], buffer)
-        self.pieces = plan_runs(runs, others=dealt)
+        self.pieces = plan_runs(plan.work.reads, plan.work.strided, [buffer], others=dealt)
         self._ends = [layer.end for layer in plan.layers]
+        self._fills = {id(piece): self._layers_of(piece) for piece in self.pieces}
         self._waiting = self._bytes_of_layers()
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for index, num_bytes in enumerate(self._waiting):
@@ -524,8 +557,8 @@ class _Filling:
 
     def _bytes_of_layers(self) -> list[int]:
         waiting = [0] * len(self._plan.layers)
-        for piece in self.pieces:
-            for index, num_bytes in self._layers_of(piece):
+        for fills in self._fills.values():
+            for index, num_bytes in fills:
                 waiting[index] += num_bytes
         return waiting
 
@@ -533,16 +566,18 @@ class _Filling:
         """The layers that a piece fills a part of, with the number of bytes."""
         if piece.run is not None:
             return [(bisect.bisect_right(self._ends, piece.run.target), piece.num_bytes)]
-        layers = []
-        for _, start, stop in piece.vectors:
+        fills: dict[int, int] = {}
+        for buffer, start, stop in piece.vectors:
+            if buffer is GAP:
+                continue
             index = bisect.bisect_right(self._ends, start)
             while stop > self._ends[index]:  # two layers that follow each other in the file as in memory
                 if self._ends[index] > start:  # a layer without a byte has its end where it begins
-                    layers.append((index, self._ends[index] - start))
+                    fills[index] = fills.get(index, 0) + self._ends[index] - start
                     start = self._ends[index]
                 index += 1
-            layers.append((index, stop - start))
-        return layers
+            fills[index] = fills.get(index, 0) + stop - start
+        return list(fills.items())
 
     def run(
         self,
@@ -559,7 +594,7 @@ class _Filling:
         def note(piece: Piece) -> None:
             if stop:
                 raise _StoppedError
-            for index, num_bytes in self._layers_of(piece):
+            for index, num_bytes in self._fills[id(piece)]:
                 self._waiting[index] -= num_bytes
                 if not self._waiting[index]:
                     self._complete.put(index)

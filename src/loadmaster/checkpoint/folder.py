@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,13 @@ class Checkpoint(Mapping[str, Entry]):
         self.config = config
         self._entries: dict[str, Entry] = {}
         for file, header in headers.items():
-            for entry in header.entries:
-                first = self._entries.setdefault(entry.name, entry)
-                if first is not entry:
-                    raise CheckpointError(f"{path}: tensor {entry.name!r} is in two files, {first.file} and {file}")
+            before = len(self._entries)
+            entries = {entry.name: entry for entry in header.entries}
+            twice = self._entries.keys() & entries.keys() if before else ()
+            for name in sorted(twice):
+                first = self._entries[name].file
+                raise CheckpointError(f"{path}: tensor {name!r} is in two files, {first} and {file}")
+            self._entries.update(entries)
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
@@ -58,6 +61,14 @@ class Checkpoint(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def items(self) -> ItemsView[str, Entry]:
+        """Names and entries; the base class looks each one up, which costs more than what is done with it."""
+        return self._entries.items()
+
+    def values(self) -> ValuesView[Entry]:
+        """The entries."""
+        return self._entries.values()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {len(self)} tensors, {self.num_bytes} bytes, {len(self.files)} files>"
@@ -216,12 +227,12 @@ def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
 
 def _check_index(checkpoint: Checkpoint, index: Path, weight_map: dict[str, str]) -> None:
     paths = {file: os.fspath(index.parent / file) for file in set(weight_map.values())}
+    files = {name: entry.file for name, entry in checkpoint.items()}
     for name, file in weight_map.items():
-        entry = checkpoint.get(name)
-        if entry is None:
-            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
-        if entry.file != paths[file]:
-            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {entry.file}")
+        if files.get(name) is not paths[file] and files.get(name) != paths[file]:
+            if name not in files:
+                raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
+            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {files[name]}")
 
 
 def _files_of_folder(folder: Path) -> list[Path]:

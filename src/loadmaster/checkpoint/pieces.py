@@ -1,6 +1,7 @@
 """Cuts placements into pieces: bounded parts of one file, in file order, each read by one thread in one go.
 
-whole tensors, blocks of rows   neighbours of a file joined, long ones cut       plain      vectors
+whole tensors, blocks of rows   neighbours of a file joined, also over small     plain      vectors
+                                gaps, long ones cut
 columns                         as many rows as span a piece                     strided    run, buffer
 interleaved rows                what fits the scratch, read once for all         dealt      run, buffer, also
 another dtype                   what fits the scratch                            converted  run, buffer, dtypes
@@ -34,9 +35,9 @@ class Destinations(NamedTuple):
 class Piece(NamedTuple):
     """A bounded part of one file that one thread reads in one go.
 
-    ``run.target`` is absolute in the buffers here. A plain read of neighbours has ``vectors``; a strided or converted
-    one has its ``run`` and ``buffer``. A dealt one is whole in the file: its rows go in turns to ``run.target`` and to
-    the targets in ``also``, and ``run`` describes those of the first.
+    ``num_bytes`` are those placed. ``run.target`` is absolute in the buffers here. A plain read of neighbours has
+    ``vectors``; a strided or converted one has its ``run`` and ``buffer``. A dealt one is whole in the file: its rows
+    go in turns to ``run.target`` and to the targets in ``also``, and ``run`` describes those of the first.
     """
 
     file: str
@@ -53,55 +54,82 @@ def plan_pieces(
     placements: Sequence[Placement], destinations: Destinations, piece_bytes: int = PIECE_BYTES
 ) -> list[Piece]:
     """Cut the work into pieces in file order, small neighbours of a file joined into one vectored read."""
-    runs: list[PlacedRun] = []
+    reads: list[Read] = []
+    strided: list[PlacedRun] = []
     pieces: list[Piece] = []
-    for placement, buffer, begin in zip(placements, *destinations, strict=True):
-        entry = placement.entry
-        if placement.dtype != entry.dtype:
-            pieces += _converting_pieces(placement, buffer, begin)
-        else:
-            runs += [(entry.file, run, buffer, begin) for run in runs_of(placement)]
-    return plan_runs(runs, piece_bytes, pieces)
+    for number, (placement, begin) in enumerate(zip(placements, destinations.offsets, strict=True)):
+        file = placement.entry.file
+        if placement.dtype != placement.entry.dtype:
+            pieces += _converting_pieces(placement, destinations.buffers[number], begin)
+            continue
+        for run in runs_of(placement):
+            if run.num_runs == 1:
+                reads.append((file, run.source, run.num_bytes, number, begin + run.target))
+            else:
+                strided.append((file, run, number, begin))
+    return plan_runs(reads, strided, destinations.buffers, piece_bytes, pieces)
 
 
-PlacedRun = tuple[str, Run, memoryview, int]
-"""A file, a run in it, and the buffer and byte at which the run's tensor begins."""
+Read = tuple[str, int, int, int, int]
+"""Bytes of a file that go to one place: file, offset, number of bytes, number of the buffer and byte in it."""
+
+PlacedRun = tuple[str, Run, int, int]
+"""A file, a run in it, and the number of the buffer and the byte in it at which the run's tensor begins."""
 
 
-def plan_runs(runs: Iterable[PlacedRun], piece_bytes: int = PIECE_BYTES, others: Sequence[Piece] = ()) -> list[Piece]:
-    """Cut runs into pieces in file order, with ``others`` among them; see `plan_pieces`."""
-    reads: list[tuple[str, int, int, memoryview, int]] = []
+def plan_runs(
+    reads: Iterable[Read],
+    strided: Iterable[PlacedRun],
+    buffers: Sequence[memoryview],
+    piece_bytes: int = PIECE_BYTES,
+    others: Sequence[Piece] = (),
+) -> list[Piece]:
+    """Cut reads and strided runs into pieces in file order, with ``others`` among them; see `plan_pieces`."""
+    reads = list(reads)
     pieces = list(others)
-    for file, run, buffer, begin in runs:
-        if run.num_runs == 1:
-            reads.append((file, run.source, run.num_bytes, buffer, begin + run.target))
-        elif run.num_bytes >= DIRECT_RUN_BYTES:
-            reads += _single_runs(file, run, buffer, begin)
+    for file, run, number, begin in strided:
+        if run.num_bytes >= DIRECT_RUN_BYTES:
+            reads += _single_runs(file, run, number, begin)
         else:
-            pieces += _strided_pieces(file, run, buffer, begin, piece_bytes)
-    reads.sort(key=lambda read: read[:2])
-    pieces += _join_neighbours(reads, piece_bytes)
+            pieces += _strided_pieces(file, run, buffers[number], begin, piece_bytes)
+    reads.sort()
+    pieces += _join_neighbours(reads, buffers, piece_bytes)
     pieces.sort(key=lambda piece: piece[:2])
     return pieces
 
 
-def _single_runs(
-    file: str, run: Run, buffer: memoryview, begin: int
-) -> Iterable[tuple[str, int, int, memoryview, int]]:
+def _single_runs(file: str, run: Run, number: int, begin: int) -> Iterable[Read]:
     for index in range(run.num_runs):
         source = run.source + index * run.source_stride
-        yield file, source, run.num_bytes, buffer, begin + run.target + index * run.target_stride
+        yield file, source, run.num_bytes, number, begin + run.target + index * run.target_stride
 
 
-def _join_neighbours(reads: list[tuple[str, int, int, memoryview, int]], piece_bytes: int) -> list[Piece]:
+GAP_BYTES = 512
+"""Gaps up to here are read along: a call of its own takes longer. Scales of 4 bytes that nobody wants lie between the
+experts of a checkpoint."""
+
+GAP = memoryview(bytearray(GAP_BYTES))
+"""Where the bytes of gaps go, those of all threads; nobody looks at them."""
+
+
+def _join_neighbours(reads: list[Read], buffers: Sequence[memoryview], piece_bytes: int) -> list[Piece]:
     """Join reads that follow each other in a file, up to ``piece_bytes``; cut those that are longer."""
     pieces: list[Piece] = []
     vectors: list[tuple[memoryview, int, int]] = []
     file, start, position = "", 0, -1
-    for read_file, offset, size, buffer, target in reads:
-        if read_file != file or offset != position or len(vectors) >= MAX_VECTORS:
+    for read_file, offset, size, number, target in reads:
+        buffer = buffers[number]
+        gap, room = offset - position, piece_bytes - (position - start)
+        if read_file != file or not 0 <= gap <= GAP_BYTES or len(vectors) >= MAX_VECTORS - 1 or (gap and gap >= room):
             _close_piece(pieces, file, start, position, vectors)
             file, start, position, vectors = read_file, offset, offset, []
+        elif gap:
+            vectors.append((GAP, 0, gap))
+            position = offset
+        if size <= piece_bytes - (position - start) and not (vectors and vectors[-1][2] == target):  # nearly always
+            vectors.append((buffer, target, target + size))
+            position += size
+            continue
         while size:
             room = piece_bytes - (position - start)
             if room <= 0:
@@ -123,7 +151,8 @@ def _close_piece(
     pieces: list[Piece], file: str, start: int, end: int, vectors: list[tuple[memoryview, int, int]]
 ) -> None:
     if vectors:
-        pieces.append(Piece(file, start, end - start, vectors))
+        gaps = sum(stop for buffer, _, stop in vectors if buffer is GAP)
+        pieces.append(Piece(file, start, end - start - gaps, vectors))
 
 
 def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_bytes: int) -> Iterable[Piece]:

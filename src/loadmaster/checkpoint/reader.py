@@ -5,7 +5,8 @@
                                       errors, progress <----------------------------------------------+
 
 Parallel across pieces and never inside them: no thread team, no barrier. Pieces are bounded in bytes and every thread
-takes the next one when it is free, so the bytes balance by themselves while the files are read in order.
+takes the next ones when it is free, so the bytes balance by themselves while the files are read in order. Small pieces
+are taken by the batch: what the threads share is locked once for all of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["KEEP_CACHE", "CacheUse", "ReadResult", "read_pieces"]
 
 _PROGRESS_SECONDS = 0.1
+
+BATCH_BYTES = 1 << 20
+"""A thread takes small pieces until they span this much of a file: a millisecond of work."""
+
+BATCH_PIECES = 64
 
 
 class CacheUse(NamedTuple):
@@ -167,14 +173,17 @@ class _Team:
     failure: BaseException | None = None
     _workers: list[_Worker] = field(default_factory=list)
     _members: list[threading.Thread] = field(default_factory=list)
+    _spans: Sequence[int] = ()
     _next: int = 0
     _running: int = 0
+    _stopped: bool = False
     _threads: Callable[[], int] = lambda: 1
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _finished: threading.Event = field(default_factory=threading.Event)
 
     def run(self, threads: Callable[[], int], progress: Callable[[int], None] | None) -> None:
         self._threads = threads
+        self._spans = [_span(piece) for piece in self.pieces]
         try:
             with self._lock:
                 self._grow(max(1, threads()))
@@ -218,11 +227,15 @@ class _Team:
     def _work(self, worker: _Worker) -> None:
         piece = None
         try:
-            while (piece := self._take(worker)) is not None:
-                worker.execute(piece)
+            while batch := self._take(worker):
+                for piece in batch:
+                    if self._stopped:
+                        return
+                    worker.execute(piece)
                 if self.on_piece is not None:
                     with self._lock:
-                        self.on_piece(piece)
+                        for piece in batch:
+                            self.on_piece(piece)
         except BaseException as error:
             with self._lock:
                 self.failure = self.failure or self._explained(error, piece)
@@ -235,22 +248,28 @@ class _Team:
                 if not self._running:
                     self._finished.set()
 
-    def _take(self, worker: _Worker) -> Piece | None:
-        """The next piece, or None when there is none, or when this thread is one too many."""
+    def _take(self, worker: _Worker) -> Sequence[Piece]:
+        """The next pieces, or none when all are taken, or when this thread is one too many."""
         wanted = max(1, self._threads())
         with self._lock:
             if self._running > wanted:
                 self._running -= 1
                 worker.retired = True
-                return None
-            index = self._next
-            self._next += 1
+                return ()
+            first, num_bytes = self._next, 0
+            # The last pieces are taken one by one, so that no thread is left with a batch of them.
+            most = min(BATCH_PIECES, max(1, (len(self.pieces) - first) // (4 * wanted)))
+            while self._next < min(first + most, len(self.pieces)) and num_bytes < BATCH_BYTES:
+                num_bytes += self._spans[self._next]
+                self._next += 1
+            last = self._next
             if self._running < wanted:
                 self._grow(wanted)
-        return self.pieces[index] if index < len(self.pieces) else None
+        return [self.pieces[index] for index in range(first, last)]
 
     def _stop(self) -> None:
         with self._lock:
+            self._stopped = True
             self._next = len(self.pieces)
 
     def _explained(self, error: BaseException, piece: Piece | None) -> BaseException:
@@ -334,7 +353,9 @@ class _Worker:
 
 def _span(piece: Piece) -> int:
     """Bytes of the file from the first to the last that a piece needs."""
-    if piece.run is None or piece.also:
+    if piece.run is None:
+        return sum(stop - start for _, start, stop in piece.vectors)
+    if piece.also:
         return piece.num_bytes
     return (piece.run.num_runs - 1) * piece.run.source_stride + piece.run.num_bytes
 

@@ -16,6 +16,7 @@ import json
 import math
 import operator
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterable
@@ -139,6 +140,72 @@ def _read_exactly(file: str, descriptor: int, length: int) -> bytes:
 
 def parse_header(file: str, text: bytes, file_bytes: int) -> tuple[list[Entry], dict[str, str]]:
     """Turn the JSON ``text`` of a header into entries and metadata, checked against a file of ``file_bytes`` bytes."""
+    entries, metadata = _parse_plain(file, text) or _parse_any(file, text)
+    position = start = 8 + len(text)
+    for entry in entries:
+        if entry.offset != position:
+            _gap(file, entry.name, entry.offset - start, position - start)
+        position += entry.num_bytes
+    _check_end(file, position, file_bytes, entries)
+    return entries, metadata
+
+
+_SIZE = r"(?:0|[1-9][0-9]{0,18})"
+_PLAIN_TENSOR = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],'
+    rf'"data_offsets":\[({_SIZE}),({_SIZE})\]\}}'
+)
+_PLAIN_SHAPE = re.compile(rf"(?:{_SIZE}(?:,{_SIZE})*)?")
+
+
+def _parse_plain(file: str, text: bytes) -> tuple[list[Entry], dict[str, str]] | None:
+    """Parse a header as all writers write it: no blanks, the usual fields in their order, nothing escaped in names.
+
+    None where it is anything else, right or wrong: `_parse_any` tells. This way costs 1.5 us a tensor and that 6 us.
+    """
+    try:
+        parts = _PLAIN_TENSOR.split(text.decode("utf-8"))
+        first, names, last = parts[0], parts[1::6], parts[-1]
+        document = _parse_json(file, (first[:-1] + "}").encode()) if first != "{" else {}
+        kinds = {kind: _plain_kind(*kind) for kind in set(zip(parts[2::6], parts[3::6], strict=True))}
+    except (CheckpointError, ValueError, KeyError):
+        return None
+    metadata = document.get("__metadata__", {})
+    if not isinstance(metadata, dict):
+        return None
+    known = (
+        first == "{" or (first.endswith(",") and list(document) == ["__metadata__"]),
+        last.startswith("}") and not last[1:].strip(" "),
+        set(parts[6:-1:6]) <= {","},
+        len(set(names)) == len(names) > 0 and "__metadata__" not in names,
+        set(map(type, metadata.values())) <= {str},
+    )
+    if not all(known):
+        return None
+    start = 8 + len(text)
+    entries: list[Entry] = []
+    new = tuple.__new__  # half the time of Entry(...)
+    for name, dtype, shape, begin, end in zip(names, *(parts[part::6] for part in range(2, 6)), strict=True):
+        sizes, num_bytes = kinds[dtype, shape]
+        offset = int(begin)
+        if int(end) - offset != num_bytes:
+            return None
+        entries.append(new(Entry, (name, dtype, sizes, file, start + offset, num_bytes)))
+    entries.sort(key=_OFFSET_AND_SIZE)
+    _check_utf8(file, [*metadata, *metadata.values()])
+    return entries, metadata
+
+
+def _plain_kind(dtype: str, shape: str) -> tuple[tuple[int, ...], int]:
+    """The sizes and bytes of a dtype and a shape; ValueError or KeyError where there is anything to say about them."""
+    sizes = tuple(map(int, shape.split(","))) if shape else ()
+    bits = math.prod(sizes) * DTYPES[dtype].bits
+    if not _PLAIN_SHAPE.fullmatch(shape) or bits & 7 or bits >= _U64 or not _product_fits(sizes):
+        raise ValueError(shape)
+    return sizes, bits >> 3
+
+
+def _parse_any(file: str, text: bytes) -> tuple[list[Entry], dict[str, str]]:
     document = _parse_json(file, text)
     if b"-0" in text or any(type(info) is dict and len(info) > 3 for info in document.values()):
         document = _parse_strictly(file, text)
@@ -150,13 +217,8 @@ def parse_header(file: str, text: bytes, file_bytes: int) -> tuple[list[Entry], 
     while document:  # emptied as it is read: a header of 100,000 tensors holds 50 MiB of objects
         name, info = document.popitem()
         entries.append(_entry_of(file, name, info, start, kinds))
+    entries.reverse()  # empty ones share an offset: they stay in the order of the header
     entries.sort(key=_OFFSET_AND_SIZE)
-    position = start
-    for entry in entries:
-        if entry.offset != position:
-            _gap(file, entry.name, entry.offset - start, position - start)
-        position += entry.num_bytes
-    _check_end(file, position, file_bytes, entries)
     return entries, metadata
 
 

@@ -178,10 +178,9 @@ class StridedCopier:
         if self._scratch.size < length:
             self._scratch = np.empty(length, np.uint8)
         got = read_into(descriptor, [memoryview(self._scratch.data)[:length]], rows.source, self._preadv)
-        dealt = self._scratch[:length].reshape(count, turns, size)
         for turn, target in enumerate(targets):
-            into = np.frombuffer(buffer, np.uint8, (count - 1) * rows.target_stride + size, target)
-            np.lib.stride_tricks.as_strided(into, (count, size), (rows.target_stride, 1))[:] = dealt[:, turn]
+            dealt = _rows(self._scratch, turn * size, size, turns * size, count)
+            _rows(buffer, target, size, rows.target_stride, count)[:] = dealt
         return got
 
     def _copy_through_scratch(
@@ -190,18 +189,21 @@ class StridedCopier:
         rows = max(1, min(count, SCRATCH_BYTES // stride))
         if self._scratch.size < rows * stride:
             self._scratch = np.empty(rows * stride, np.uint8)
-        into = np.lib.stride_tricks.as_strided(
-            np.frombuffer(target, np.uint8), shape=(count, run), strides=(target_stride, 1)
-        )
+        into = _rows(target, 0, run, target_stride, count)
         total = 0
         for done in range(0, count, rows):
             number = min(rows, count - done)
             length = (number - 1) * stride + run
             buffer = memoryview(self._scratch.data)[:length]
             total += read_into(descriptor, [buffer], source + done * stride, self._preadv)
-            taken = np.lib.stride_tricks.as_strided(self._scratch, shape=(number, run), strides=(stride, 1))
-            into[done : done + number] = taken
+            into[done : done + number] = _rows(self._scratch, 0, run, stride, number)
         return total
+
+
+def _rows(buffer: Any, offset: int, num_bytes: int, stride: int, count: int) -> Any:
+    """View ``count`` rows of ``num_bytes`` as one element each: numpy copies 1536 of 16 bytes in 3 us that way, and in
+    23 us as rows of single bytes."""
+    return np.ndarray((count,), np.dtype((np.void, num_bytes)), buffer, offset, (stride,))
 
 
 NARROW_RUN_BYTES = 512
