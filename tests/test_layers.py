@@ -24,17 +24,18 @@ BELOW: dict[str, set[str]] = {
     "share": {"errors", "observe", "host"},
     "threads": {"errors", "observe", "host", "share"},
     "checkpoint": {"errors", "observe", "host", "share", "threads"},
-    "launch": {"errors", "observe", "host", "share", "threads", "checkpoint"},
-    "fetch": {"errors", "observe", "host", "share", "threads", "checkpoint"},
+    "process": {"errors"},
+    "fetch": {"errors", "observe", "host", "share", "threads", "checkpoint", "process"},
+    "launch": {"errors", "observe", "host", "share", "threads", "checkpoint", "process", "fetch"},
     "doctor": {"errors", "observe", "host", "share", "threads", "checkpoint"},
-    "bench": {"errors", "observe", "host", "share", "threads", "checkpoint", "launch"},
+    "bench": {"errors", "observe", "host", "share", "threads", "checkpoint", "process", "fetch", "launch"},
     "cli": {"errors", "observe", "host", "share", "threads", "checkpoint", "launch", "fetch", "doctor", "bench"},
     "__init__": {"errors", "observe", "host", "share", "threads", "checkpoint", "fetch"},
     "__main__": {"cli"},
 }
 """Room -> the rooms that it may import from, besides itself."""
 
-WITHOUT_TORCH = {"errors", "observe", "host", "share"}
+WITHOUT_TORCH = {"errors", "observe", "host", "share", "process"}
 LAZY_PACKAGES = {"torch", "safetensors"}
 _NAME_OF_OURS = re.compile(r"loadmaster(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launch.helpers.rank_functions import ACT
-from loadmaster.launch.spawn import decode_exit, run_ranks
+from loadmaster.launch.spawn import run_ranks
+from loadmaster.process.child import decode_exit
 from loadmaster.threads.environment import rank_environment
 
 pytestmark = pytest.mark.processes

@@ -15,8 +15,8 @@ import pytest
 from launch.helpers.leftovers import alive_at_the_end, is_alive, taken_text
 from launch.helpers.rank_functions import ACT, wait_for_file
 from loadmaster.errors import RankError
-from loadmaster.launch import spawn
 from loadmaster.launch.spawn import RanksStoppedError, run_ranks
+from loadmaster.process import child
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def test_one_other_rank_is_not_several() -> None:
 
 
 def test_the_others_end_at_once_when_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "STOP_SECONDS", 20.0)
+    monkeypatch.setattr(child, "STOP_SECONDS", 20.0)
     started = time.monotonic()
     failure_of(("fail", "no more"), ("wait", None), ("wait", None))
     assert time.monotonic() - started < 10
@@ -104,7 +104,7 @@ def test_what_a_failed_rank_wrote_is_kept_and_named(
 
 
 def test_a_rank_that_hangs_with_its_line_closed_is_said_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(child, "STOP_SECONDS", 0.1)
     processes: list[int] = []
     sentence = failure_of(("close_and_hang", None), on_progress=lambda _, process: processes.append(process))
     assert sentence == "rank 0 closed its connection and hangs"
@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_with_its_line_closed_is_said_and_ended(monkeypatch: p
 
 @pytest.mark.parametrize("other", ["wait_without_listening", "wait_stopped"])
 def test_a_rank_that_does_not_end_when_told_to_is_killed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(child, "STOP_SECONDS", 0.1)
     processes: list[int] = []
     failure_of((other, None), ("fail", "no more"), on_progress=lambda _, process: processes.append(process))
     assert len(processes) == 1
@@ -159,7 +159,7 @@ def test_an_error_in_the_parent_stops_all_ranks(kind: type[BaseException]) -> No
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "polled"])
 def test_ranks_whose_time_is_over_are_stopped(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not watched:
-        monkeypatch.setattr(spawn, "_watch", lambda _: None)
+        monkeypatch.setattr(child, "_watch", lambda _: None)
     processes: list[int] = []
     started = time.monotonic()
     with pytest.raises(RanksStoppedError, match="were not done in their time"):

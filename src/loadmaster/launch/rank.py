@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
 import pickle
-import signal
 import sys
 import threading
 import traceback
@@ -15,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from loadmaster.errors import LoadmasterError
+from loadmaster.process.line import open_line
 
 __all__ = ["RankContext", "main"]
 
@@ -65,13 +64,7 @@ class RankContext:
 
 def main() -> None:
     """Receive the function and its job, run it, and send back what became of it."""
-    faulthandler.enable()
-    # Ctrl-C reaches the whole process group; the parent alone decides what follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    # The line is this process's alone: no child of it, which a library may start, holds it open.
-    os.set_inheritable(connection.fileno(), False)
-    os.register_at_fork(after_in_child=connection.close)
+    connection = open_line()
     try:
         function, rank = connection.recv()
         job = connection.recv_bytes()

@@ -8,53 +8,23 @@
                <-- result | one sentence -----  returns | raises
                (end of stream) -------------->  the parent is gone: the rank ends itself at once
 
-Each rank is a fresh interpreter, never a fork: an OpenMP run time does not survive one. The two sides speak over a
-socket pair whose end is the only sign of life needed: a parent that dies in any way takes its ranks with it, and a rank
-that dies in any way is seen at once, its exit signal decoded.
+How the processes are started and how their end is seen: `loadmaster.process.child`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from multiprocessing.connection import wait
+from typing import Any
 
 from loadmaster.errors import RankError
+from loadmaster.process.child import POLL_SECONDS, Child, stop_children
 
-__all__ = ["RanksStoppedError", "decode_exit", "run_ranks"]
-
-POLL_SECONDS = 0.2
-"""How often ranks are looked at where the system cannot tell of their end."""
-
-STOP_SECONDS = 1.0
-"""How long a rank that was told to end may take before it is killed; it holds nothing that needs putting away."""
-
-_IMPORT_PATH = "LOADMASTER_IMPORT_PATH"
-_BOOTSTRAP = (
-    f"import json, os, sys; sys.path[:] = json.loads(os.environ.pop('{_IMPORT_PATH}')); "
-    "from loadmaster.launch.rank import main; main()"
-)
-"""A rank imports from where its parent does. PYTHONPATH would not do: it goes before the standard library."""
-
-_CAUSES = {
-    "SIGKILL": "possibly out of memory",
-    "SIGBUS": "a mapped file was truncated or its storage failed",
-    "SIGSEGV": "a crash in native code",
-    "SIGABRT": "native code gave up",
-    "SIGILL": "an instruction that this CPU does not have",
-    "SIGXCPU": "the limit of CPU time was reached",
-}
+__all__ = ["RanksStoppedError", "run_ranks"]
 
 
 class RanksStoppedError(RankError):
@@ -66,10 +36,7 @@ class _Rank:
     """One process, seen from the parent."""
 
     number: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    output: IO[bytes]
-    watch: int | None
+    child: Child
     waiting: bool = False
     finished: bool = False
     result: Any = None
@@ -123,49 +90,20 @@ def run_ranks(
         if failed:
             raise _summary(failed, len(ranks))
         for rank in ranks:
-            text = _output_of(rank)
+            text = rank.child.written()
             if text and on_output is not None:
                 on_output(rank.number, text)
         return [rank.result for rank in ranks]
     finally:
-        _stop(ranks)
+        stop_children([rank.child for rank in ranks], finished=[rank.child for rank in ranks if rank.finished])
 
 
 def _start(number: int, function: str, message: bytes, environment: Mapping[str, str]) -> _Rank:
-    import_path = json.dumps([os.fsdecode(folder) for folder in sys.path])
-    ours, theirs = socket.socketpair()
-    output = tempfile.TemporaryFile()  # noqa: SIM115  closed by _stop
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), f"rank={number}"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[theirs.fileno()],
-            env={**environment, _IMPORT_PATH: import_path},
-        )
-    except OSError as refused:
-        output.close()
-        ours.close()
-        raise RankError(f"rank {number} could not be started: {refused.strerror or refused}") from None
-    finally:
-        theirs.close()
-    rank = _Rank(number, process, Connection(ours.detach()), output, _watch(process))
+    child = Child.start(f"rank {number}", "loadmaster.launch.rank", environment, f"rank={number}")
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen as its end by _attend
-        rank.connection.send((function, number))
-        rank.connection.send_bytes(message)
-    return rank
-
-
-def _watch(process: subprocess.Popen[bytes]) -> int | None:
-    """A descriptor that becomes readable when the process ends, None where the system has none (before Linux 5.3).
-
-    The end of the connection alone would not tell: a process that the rank has started may hold it open.
-    """
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return None
+        child.connection.send((function, number))
+        child.connection.send_bytes(message)
+    return _Rank(number, child)
 
 
 def _attend(
@@ -184,39 +122,39 @@ def _attend(
             for rank in running:
                 rank.waiting = False
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    rank.connection.send("go")
+                    rank.child.connection.send("go")
 
 
 def _serve(
     ranks: Sequence[_Rank], on_progress: Callable[[int, Any], None] | None, at_most: float | None = None
 ) -> None:
     """Wait until something happens, and take one message of each rank that has sent one, and every death."""
-    watched = [rank.watch for rank in ranks if rank.watch is not None]
+    watched = [rank.child.watch for rank in ranks if rank.child.watch is not None]
     if len(watched) < len(ranks):
         at_most = POLL_SECONDS if at_most is None else min(at_most, POLL_SECONDS)
-    ready = wait([*(rank.connection for rank in ranks), *watched], at_most)
+    ready = wait([*(rank.child.connection for rank in ranks), *watched], at_most)
     for rank in ranks:
-        if rank.connection in ready:
+        if rank.child.connection in ready:
             _receive(rank, on_progress)
     for rank in ranks:
-        if rank.process.poll() is not None:
+        if rank.child.process.poll() is not None:
             _receive_rest(rank, on_progress)
 
 
 def _receive_rest(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> None:
     """Take what a rank has sent before it ended; without a result, its end is its failure."""
     while not rank.ended:
-        if rank.connection.poll():
+        if rank.child.connection.poll():
             _receive(rank, on_progress)
         else:
-            rank.failure = _death(rank)
+            rank.failure = RankError(rank.child.death())
 
 
 def _receive(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> None:
     try:
-        kind, value = rank.connection.recv()
+        kind, value = rank.child.connection.recv()
     except (EOFError, OSError):  # OSError: it ended within a message
-        rank.failure = _death(rank)
+        rank.failure = RankError(rank.child.death())
         return
     except Exception as unreadable:
         rank.failure = RankError(f"rank {rank.number} sent what cannot be received: {unreadable}")
@@ -231,42 +169,7 @@ def _receive(rank: _Rank, on_progress: Callable[[int, Any], None] | None) -> Non
     elif kind == "error":
         rank.failure = RankError(f"rank {rank.number}: {value}")
     else:
-        rank.failure = RankError(f"rank {rank.number} failed: {value}{_kept_output(rank)}")
-
-
-def _death(rank: _Rank) -> RankError:
-    try:
-        code = rank.process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        return RankError(f"rank {rank.number} closed its connection and hangs")
-    return RankError(f"rank {rank.number} {decode_exit(code)}{_kept_output(rank)}")
-
-
-def decode_exit(code: int) -> str:
-    """Say in words how a process ended: ``was killed by SIGKILL, possibly out of memory``."""
-    if code >= 0:
-        return f"ended with exit code {code} before it was done"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        return f"was killed by signal {-code}"
-    cause = _CAUSES.get(name)
-    return f"was killed by {name}" + (f", {cause}" if cause else "")
-
-
-def _output_of(rank: _Rank) -> str:
-    rank.output.seek(0)
-    return rank.output.read().decode(errors="replace").strip()
-
-
-def _kept_output(rank: _Rank) -> str:
-    """Keep what a failed rank wrote, such as the stack of a crash, and say where; nothing where it wrote nothing."""
-    text = _output_of(rank)
-    if not text:
-        return ""
-    with tempfile.NamedTemporaryFile("w", prefix=f"loadmaster-rank{rank.number}-", suffix=".log", delete=False) as kept:
-        kept.write(text + "\n")
-    return f"; its output is in {kept.name}"
+        rank.failure = RankError(f"rank {rank.number} failed: {value}{rank.child.kept_output()}")
 
 
 def _summary(failed: Sequence[_Rank], ranks: int) -> RankError:
@@ -275,21 +178,3 @@ def _summary(failed: Sequence[_Rank], ranks: int) -> RankError:
     if others:
         sentences[-1] += f"; the other {others} ranks were stopped" if others > 1 else "; the other rank was stopped"
     return RankError("\n".join(sentences))
-
-
-def _stop(ranks: Sequence[_Rank]) -> None:
-    """End what still runs and close everything."""
-    for rank in ranks:
-        if rank.process.poll() is None and not rank.finished:
-            rank.process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    for rank in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        if rank.process.poll() is None:
-            rank.process.kill()
-            rank.process.wait()
-        rank.connection.close()
-        rank.output.close()
-        if rank.watch is not None:
-            os.close(rank.watch)
