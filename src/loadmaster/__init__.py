@@ -12,6 +12,7 @@
     lm.load(target, path, shard=lm.Shard(rank=0, ranks=2))
     lm.load_experts(banks, path)                    the experts of a mixture of experts into banks
     lm.open_checkpoint(path), lm.iter_tensors(path)
+    with lm.Fetchers(lm.CheckpointSource(path), procs=8) as fetchers: fetchers.fetch(version=3)
 
 Importing changes nothing and needs no torch; the names that need it import it when they are first used.
 """
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from loadmaster.checkpoint.sharding import Shard
     from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
     from loadmaster.errors import LoadmasterError
+    from loadmaster.fetch.dcp import DcpSource
+    from loadmaster.fetch.fetchers import Fetchers
+    from loadmaster.fetch.source import CheckpointSource
+    from loadmaster.fetch.torchstore import TorchStoreSource
     from loadmaster.host import Host
     from loadmaster.observe.report import Report
     from loadmaster.share import Share
@@ -49,8 +54,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BankLayout",
     "Checkpoint",
+    "CheckpointSource",
+    "DcpSource",
     "Entry",
     "ExpertShard",
+    "Fetchers",
     "Host",
     "Lease",
     "LoadmasterError",
@@ -60,6 +68,7 @@ __all__ = [
     "Shard",
     "Share",
     "TensorParallelPlan",
+    "TorchStoreSource",
     "host",
     "iter_tensors",
     "lease",
@@ -76,8 +85,11 @@ __all__ = [
 _HOMES = {
     "BankLayout": "loadmaster.checkpoint.bank_layout",
     "Checkpoint": "loadmaster.checkpoint.folder",
+    "CheckpointSource": "loadmaster.fetch.source",
+    "DcpSource": "loadmaster.fetch.dcp",
     "Entry": "loadmaster.checkpoint.safetensors",
     "ExpertShard": "loadmaster.checkpoint.experts",
+    "Fetchers": "loadmaster.fetch.fetchers",
     "Host": "loadmaster.host",
     "Lease": "loadmaster.share.lease",
     "LoadmasterError": "loadmaster.errors",
@@ -87,6 +99,7 @@ _HOMES = {
     "Shard": "loadmaster.checkpoint.sharding",
     "Share": "loadmaster.share",
     "TensorParallelPlan": "loadmaster.checkpoint.tensor_parallel",
+    "TorchStoreSource": "loadmaster.fetch.torchstore",
     "iter_tensors": "loadmaster.checkpoint.load",
     "lease": "loadmaster.share.lease",
     "load": "loadmaster.checkpoint.load",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "FetchCancelledError",
+    "FetchError",
     "InputError",
     "LoadmasterError",
     "MissingDependencyError",
     "PlacementError",
     "RankError",
+    "SharedMemoryError",
 ]
 
 
@@ -41,3 +44,15 @@ class MissingDependencyError(InputError):
 
 class RankError(LoadmasterError):
     """One or more ranks failed while they ran; one sentence per rank, signals decoded."""
+
+
+class FetchError(LoadmasterError):
+    """Weights could not be fetched; names the tensors, and how each fetcher failed."""
+
+
+class FetchCancelledError(FetchError):
+    """A fetch was given up for a newer version, or since the fetchers were closed."""
+
+
+class SharedMemoryError(LoadmasterError):
+    """Shared memory that is not to be had, or that is gone; says how much was asked, or whose it was."""
