@@ -73,23 +73,34 @@ class _Group(NamedTuple):
 
 def deal(tensors: Sequence[tuple[str, SourceEntry]], fetchers: int, can_split: bool = True) -> Deal:
     """Deal ``tensors`` to ``fetchers``; where the source ``can_split``, the rows of large ones to several."""
-    total = sum(entry.num_bytes for _, entry in tensors)
-    groups = _group(tensors, fetchers, total, can_split)
+    sizes = _Sizes()
+    total = sum(sizes[entry] for _, entry in tensors)
+    groups = _group(tensors, sizes, fetchers, total, can_split)
     loads = [(0, fetcher) for fetcher in range(fetchers)]
     arena_bytes = [0] * fetchers
     places: dict[str, Place] = {}
     queues: list[list[Bundle]] = [[] for _ in range(fetchers)]
     for group in sorted(groups, key=lambda group: -group.num_bytes):
         arena = loads[0][1]
-        bundles, arena_bytes[arena] = _lay_out(group, arena, arena_bytes[arena], places)
+        bundles, arena_bytes[arena] = _lay_out(group, arena, arena_bytes[arena], sizes, places)
         for bundle in bundles:
             load, fetcher = loads[0]
             queues[fetcher].append(bundle)
             heapq.heapreplace(loads, (load + bundle.num_bytes, fetcher))
-    return Deal(places, queues, arena_bytes)
+    return Deal({name: places[name] for name, _ in tensors}, queues, arena_bytes)
 
 
-def _group(tensors: Sequence[tuple[str, SourceEntry]], fetchers: int, total: int, can_split: bool) -> list[_Group]:
+class _Sizes(dict[SourceEntry, int]):
+    """Bytes of a tensor by its entry: the hundred thousand tensors of a model are of few kinds."""
+
+    def __missing__(self, entry: SourceEntry) -> int:
+        self[entry] = num_bytes = entry.num_bytes
+        return num_bytes
+
+
+def _group(
+    tensors: Sequence[tuple[str, SourceEntry]], sizes: _Sizes, fetchers: int, total: int, can_split: bool
+) -> list[_Group]:
     most = max(SMALLEST_SPLIT, min(LARGEST_BUNDLE, -(-total // fetchers)))
     small = min(most, max(SMALLEST_SPLIT, total // (fetchers * BUNDLES_EACH)))
     groups: list[_Group] = []
@@ -97,7 +108,7 @@ def _group(tensors: Sequence[tuple[str, SourceEntry]], fetchers: int, total: int
     entries: list[SourceEntry] = []
     held = 0
     for name, entry in tensors:
-        num_bytes = entry.num_bytes
+        num_bytes = sizes[entry]
         if num_bytes >= small:
             groups.append(_Group(num_bytes, [name], [entry], _cuts(entry, most) if can_split else []))
             continue
@@ -118,20 +129,21 @@ def _cuts(entry: SourceEntry, most: int) -> list[int]:
     return [number * entry.rows // count for number in range(1, count)]
 
 
-def _lay_out(group: _Group, arena: int, at: int, places: dict[str, Place]) -> tuple[list[Bundle], int]:
+def _lay_out(group: _Group, arena: int, at: int, sizes: _Sizes, places: dict[str, Place]) -> tuple[list[Bundle], int]:
     """Give each tensor of a group its place from byte ``at`` of an arena on; the bundles, and the end."""
     start, parts = at, []
     for name, entry in zip(group.names, group.entries, strict=True):
+        num_bytes = sizes[entry]
         places[name] = Place(arena, at, entry.dtype, entry.shape)
-        if entry.num_bytes:
-            parts.append(Part(name, 0, entry.rows, at, entry.num_bytes, True))
-        at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        if num_bytes:
+            parts.append(Part(name, 0, entry.rows, at, num_bytes, True))
+            at += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if not group.cuts:
         return ([Bundle(arena, start, at, group.num_bytes, parts)] if parts else []), at
-    (whole,), (entry,) = parts, group.entries
+    (name,), (entry,) = group.names, group.entries
     bundles = []
     for first, last in zip([0, *group.cuts], [*group.cuts, entry.rows], strict=True):
         offset, num_bytes = start + first * entry.row_bytes, (last - first) * entry.row_bytes
-        part = Part(whole.name, first, last, offset, num_bytes, False)
+        part = Part(name, first, last, offset, num_bytes, False)
         bundles.append(Bundle(arena, offset, offset + num_bytes, num_bytes, [part]))
     return bundles, at

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from typing import Any
 
+from loadmaster.checkpoint.folder import paused_garbage_collection
 from loadmaster.errors import FetchCancelledError, FetchError, LoadmasterError
 from loadmaster.fetch.arenas import ArenaKeeper, KeyedArena
 from loadmaster.fetch.deal import Bundle, Deal, deal
@@ -282,8 +283,8 @@ class Pool:
                 if job.future.done():
                     return
                 reader = self._reader
-                tensors = [(name, reader.entry(name)) for name in reader.names(job.version)]
-                dealt = deal(tensors, self._procs, can_split(reader))
+                with paused_garbage_collection():
+                    dealt = deal(reader.tensors(job.version), self._procs, can_split(reader))
         except BaseException as error:
             failure = error if isinstance(error, LoadmasterError) else _unexpected("the source failed", error)
             self._tell(lambda: self._fail(job, failure))
@@ -326,12 +327,17 @@ class Pool:
         key, arena = job.arenas[bundle.arena]
         fetcher.doing.add(number)
         try:
+            located = self._reader.locate(bundle.parts)
+        except Exception as error:
+            self._fail(job, error if isinstance(error, LoadmasterError) else _unexpected("the source failed", error))
+            return
+        parts = [tuple(part) for part in bundle.parts] if located is None else []
+        work = Work(job.number, job.version, number, key, bundle.start, bundle.stop, parts, located)
+        try:
             if key not in fetcher.has:
                 fetcher.has.add(key)
                 fetcher.child.connection.send(("arena", (key, arena.num_bytes)))
                 send_handle(fetcher.child.connection, arena.descriptor, fetcher.child.process.pid)
-            parts = [tuple(part) for part in bundle.parts]
-            work = Work(job.number, job.version, number, key, bundle.start, bundle.stop, parts)
             fetcher.child.connection.send(("work", tuple(work)))
         except OSError:
             self._receive_rest(fetcher)

@@ -17,6 +17,7 @@ talks to over a line; the actors of an actor system call ``setup`` once and ``fe
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import queue
@@ -54,7 +55,10 @@ class Hello(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A bundle to read for job ``job``: ``parts`` as plain tuples, into bytes ``start`` to ``stop`` of an arena."""
+    """A bundle to read for job ``job``, into bytes ``start`` to ``stop`` of an arena.
+
+    ``parts`` as plain tuples, or what the source has ``located`` of them.
+    """
 
     job: int
     version: int | None
@@ -63,6 +67,7 @@ class Work(NamedTuple):
     start: int
     stop: int
     parts: list[tuple[Any, ...]]
+    located: Any
 
 
 class FetchedPart(NamedTuple):
@@ -116,8 +121,8 @@ class FetchWorker:
         """
         self.setup()
         started = time.perf_counter()
-        names = self.begin(version)
-        tensors = [(name, self._asked().entry(name)) for name in names]
+        self.look()
+        tensors = self._asked().tensors(version)
         dealt = deal(tensors, self.fetchers, can_split=False)
         mine = dealt.queues[self.fetcher]
         num_bytes = dealt.arena_bytes[self.fetcher]
@@ -149,12 +154,11 @@ class FetchWorker:
         report.tensors = len(handles)
         return FetchedPart(version, handles, report)
 
-    def begin(self, version: int | None) -> list[str]:
-        """Begin a version: claim this process's part of the host, and ask the source for the names."""
+    def begin(self, version: int | None) -> None:
+        """Begin a version: claim this process's part of the host, and tell the source."""
         self.look()
-        names = self._asked().names(version)
+        self._asked().names(version)
         self._version = (version,)
-        return names
 
     def _asked(self) -> SourceReader:
         if self._reader is None:
@@ -171,16 +175,25 @@ class FetchWorker:
         return self._held.look()
 
     def read(
-        self, parts: list[Part], arena: SharedArena, start: int, stop: int, stopped: Callable[[], bool]
+        self,
+        parts: list[Part],
+        arena: SharedArena,
+        start: int,
+        stop: int,
+        stopped: Callable[[], bool],
+        located: Any = None,
     ) -> Mapping[str, float]:
-        """Read ``parts`` into bytes ``start`` to ``stop`` of ``arena``; the seconds of each phase."""
+        """Read ``parts``, or what is ``located``, into bytes ``start`` to ``stop`` of ``arena``; seconds by phase."""
         threads = self.look().threads
         reader = self._asked()
         if hasattr(reader, "threads"):
             reader.threads = threads
         before = time.perf_counter()
         arena.reserve(start, stop - start)
-        assembling = reader.read_parts(parts, arena.buffer, stopped)
+        if located is None:
+            assembling = reader.read_parts(parts, arena.buffer, stopped)
+        else:
+            assembling = reader.read_located(located, arena.buffer, stopped)
         spent = time.perf_counter() - before
         return {"reading": spent - assembling, "assembling": assembling}
 
@@ -231,13 +244,14 @@ class _Process:
             if self._cancelled >= work.job:
                 self._send("skipped", (work.job, work.bundle))
                 return
-            if not worker.begun(work.version):
+            if work.located is None and not worker.begun(work.version):
                 before = time.perf_counter()
                 worker.begin(work.version)
                 seconds["opening"] = time.perf_counter() - before
             parts = [Part._make(part) for part in work.parts]
             arena = self._arenas[work.arena]
-            seconds.update(worker.read(parts, arena, work.start, work.stop, lambda: self._cancelled >= work.job))
+            stopped = functools.partial(self._is_cancelled, work.job)
+            seconds.update(worker.read(parts, arena, work.start, work.stop, stopped, work.located))
             now = worker.look()
         except BaseException as error:
             self._send("failed", (work.job, work.bundle, _sentence(error)))
@@ -245,6 +259,9 @@ class _Process:
             answer = "skipped" if self._cancelled >= work.job else "done"
             more = (seconds, now.threads, now.why) if answer == "done" else ()
             self._send(answer, (work.job, work.bundle, *more))
+
+    def _is_cancelled(self, job: int) -> bool:
+        return self._cancelled >= job
 
     def _listen(self) -> None:
         """Take messages; the parent's end, however it came, is also the end of this process."""
