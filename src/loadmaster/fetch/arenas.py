@@ -78,11 +78,15 @@ class ArenaKeeper:
             raise
         return made
 
-    def give_back(self, arenas: list[KeyedArena]) -> bool:
-        """Take the arenas of a version back; whether nobody in this process uses them any more."""
+    def give_back(self, arenas: list[KeyedArena], complete: bool = True) -> bool:
+        """Take the arenas of a version back; whether nobody in this process uses them any more.
+
+        Those of a version that was given up are never used again: a fetcher may still be writing to them.
+        """
         with self._lock:
             self._taken = [row for row in self._taken if row[1] is not arenas]
-            if self._keeps and not self._spare and all(one.arena.remap() for one in arenas):
+            keeps = self._keeps and complete and not self._spare
+            if keeps and all(one.arena.remap() for one in arenas):
                 self._spare = arenas
                 return True
             return self._let_go(arenas)

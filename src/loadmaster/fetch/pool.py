@@ -33,6 +33,7 @@ from loadmaster.checkpoint.folder import paused_garbage_collection
 from loadmaster.errors import FetchCancelledError, FetchError, LoadmasterError
 from loadmaster.fetch.arenas import ArenaKeeper, KeyedArena
 from loadmaster.fetch.deal import Bundle, Deal, deal
+from loadmaster.fetch.shared_memory import SharedArena
 from loadmaster.fetch.source import Source, SourceReader, can_split
 from loadmaster.fetch.weights import Weights
 from loadmaster.fetch.worker import Hello, Work
@@ -68,7 +69,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class _Fetcher:
-    """One process, seen from the attendant; ``doing`` are the bundles that it has been given."""
+    """One process, seen from the attendant.
+
+    ``doing`` are job and bundle of what it has been given, in the order in which it does them; ``deaf`` is one that
+    could not be told something.
+    """
 
     number: int
     child: Child
@@ -76,9 +81,10 @@ class _Fetcher:
     ready: bool = False
     threads: int = 1
     why: str = ""
-    doing: set[int] = field(default_factory=set)
+    doing: dict[tuple[int, int], None] = field(default_factory=dict)
     has: set[int] = field(default_factory=set)
     broken: str = ""
+    deaf: bool = False
 
 
 def _running() -> Future[Weights]:
@@ -101,7 +107,7 @@ class Job:
     arenas: list[KeyedArena] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
     queues: list[deque[int]] = field(default_factory=list)
-    again: deque[tuple[int, int]] = field(default_factory=deque)
+    again: deque[tuple[int, int | None]] = field(default_factory=deque)
     left: set[int] = field(default_factory=set)
     causes: dict[int, list[str]] = field(default_factory=dict)
     reports: dict[int, FetcherReport] = field(default_factory=dict)
@@ -129,6 +135,7 @@ class Pool:
     def __init__(self, source: Source, procs: int, keep_memory: bool) -> None:
         self._reader = SourceReader(source)
         self._pickled = pickle.dumps(source)
+        self._told: SharedArena | None = None
         self._procs = procs
         self._group = f"{os.getpid()}-{time.time_ns()}"
         self._arenas = ArenaKeeper(keep_memory)
@@ -143,6 +150,7 @@ class Pool:
         self._number = 0
         self._planning = threading.Lock()
         self._closing = False
+        self._ended = False
         _pools.add(self)
 
     def start(self) -> None:
@@ -169,7 +177,8 @@ class Pool:
         with self._lock:
             job = Job(self._number, version, progress, time.perf_counter())
             self._number += 1
-        self._tell(lambda: self._begin(job))
+        if not self._tell(lambda: self._begin(job)):
+            job.future.set_exception(FetchError("these fetchers are closed"))
         return job
 
     def cancel(self, job: Job, why: str) -> None:
@@ -189,6 +198,10 @@ class Pool:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._arenas.close()
+        if self._planning.acquire(blocking=False):  # else the source is being asked, and may never answer
+            with contextlib.suppress(Exception):
+                self._reader.close()
+            self._planning.release()
 
     def close_lines(self) -> None:
         """Close the lines in a process that was forked from this one: they are not its own."""
@@ -196,11 +209,19 @@ class Pool:
             with contextlib.suppress(OSError):
                 fetcher.child.connection.close()
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        """Have the attendant do something."""
-        self._inbox.append(what)
-        with contextlib.suppress(OSError, AttributeError):
-            self._waking.send_bytes(b"")  # type: ignore[union-attr]
+    def _tell(self, what: Callable[[], None]) -> bool:
+        """Have the attendant do something; False where it has ended, or never began."""
+        with self._lock:
+            if self._ended or self._waking is None:
+                return False
+            self._inbox.append(what)
+            self._waking.send_bytes(b"")
+            return True
+
+    def _give_back(self, arenas: list[KeyedArena]) -> bool:
+        free = self._arenas.give_back(arenas)
+        self._tell(lambda: self._drop(self._arenas.stale()))
+        return free
 
     # The attendant.
 
@@ -215,6 +236,8 @@ class Pool:
                 self._fail(self._job, bug)
             raise
         finally:
+            with self._lock:
+                self._ended = True
             while self._inbox:  # requests that came too late
                 self._inbox.popleft()()
             if self._job is not None:
@@ -224,6 +247,8 @@ class Pool:
             self._woken.close()
             assert self._waking is not None
             self._waking.close()
+            if self._told is not None:
+                self._told.close()
 
     def _serve(self, woken: Connection) -> None:
         """Wait until something happens, and do what it asks for."""
@@ -242,6 +267,8 @@ class Pool:
         for fetcher in list(self._fetchers):
             if fetcher.child.process.poll() is not None:
                 self._receive_rest(fetcher)
+            elif fetcher.deaf:
+                self._lose(fetcher, f"{fetcher.child.name} did not take its messages and was ended")
             elif now - fetcher.heard > (SILENCE_SECONDS if fetcher.ready else START_SECONDS):
                 self._lose(fetcher, f"{fetcher.child.name} said nothing for {now - fetcher.heard:.0f} s and was ended")
         self._dispatch()
@@ -251,6 +278,9 @@ class Pool:
         missing = [number for number in range(self._procs) if number not in numbers]
         if not missing:
             return
+        if self._told is None:  # in memory and not over the line: it may be large, and nobody reads it yet
+            self._told = SharedArena.create(len(self._pickled), "source")
+            self._told.buffer[:] = self._pickled
         here = host()
         shares = plan_shares(here, self._procs)
         for number in missing:
@@ -260,13 +290,14 @@ class Pool:
             fetcher = _Fetcher(number, child, time.monotonic())
             self._fetchers.append(fetcher)
             _bound_waiting(child.connection)
-            self._send(fetcher, Hello(number, self._procs, self._pickled))
+            self._send(fetcher, tuple(Hello(number, self._procs, len(self._pickled))))
+            self._send_descriptor(fetcher, self._told)
 
     def _begin(self, job: Job) -> None:
-        before, self._job = self._job, job
-        if before is not None:
-            self._fail(before, FetchCancelledError(f"version {before.version} was given up for version {job.version}"))
-            self._job = job
+        if self._job is not None:
+            given_up = f"version {self._job.version} was given up for version {job.version}"
+            self._fail(self._job, FetchCancelledError(given_up))
+        self._job = job
         if self._closing:
             return
         try:
@@ -325,7 +356,7 @@ class Pool:
     def _give(self, fetcher: _Fetcher, job: Job, number: int) -> None:
         bundle = job.bundles[number]
         key, arena = job.arenas[bundle.arena]
-        fetcher.doing.add(number)
+        fetcher.doing[job.number, number] = None
         try:
             located = self._reader.locate(bundle.parts)
         except Exception as error:
@@ -333,19 +364,26 @@ class Pool:
             return
         parts = [tuple(part) for part in bundle.parts] if located is None else []
         work = Work(job.number, job.version, number, key, bundle.start, bundle.stop, parts, located)
-        try:
-            if key not in fetcher.has:
-                fetcher.has.add(key)
-                fetcher.child.connection.send(("arena", (key, arena.num_bytes)))
-                send_handle(fetcher.child.connection, arena.descriptor, fetcher.child.process.pid)
-            fetcher.child.connection.send(("work", tuple(work)))
-        except OSError:
-            self._receive_rest(fetcher)
+        if key not in fetcher.has:
+            fetcher.has.add(key)
+            self._send(fetcher, ("arena", (key, arena.num_bytes)))
+            self._send_descriptor(fetcher, arena)
+        self._send(fetcher, ("work", tuple(work)))
 
     def _send(self, fetcher: _Fetcher, message: Any) -> None:
-        """Send one message; a fetcher that is gone is seen as such later."""
-        with contextlib.suppress(OSError):
-            fetcher.child.connection.send(message)
+        """Send one message. A fetcher that is gone, or does not take it in time, is lost at the next look."""
+        if not fetcher.deaf:
+            try:
+                fetcher.child.connection.send(message)
+            except OSError:
+                fetcher.deaf = True
+
+    def _send_descriptor(self, fetcher: _Fetcher, arena: SharedArena) -> None:
+        if not fetcher.deaf:
+            try:
+                send_handle(fetcher.child.connection, arena.descriptor, fetcher.child.process.pid)
+            except OSError:
+                fetcher.deaf = True
 
     def _drop(self, keys: list[int]) -> None:
         for fetcher in self._fetchers:
@@ -386,10 +424,10 @@ class Pool:
                 self._lose(fetcher, "")
 
     def _take_answer(self, fetcher: _Fetcher, kind: str, number: int, bundle: int, *value: Any) -> None:
+        fetcher.doing.pop((number, bundle), None)
         job = self._job
         if job is None or job.number != number:
             return  # of a job that was given up
-        fetcher.doing.discard(bundle)
         if kind == "done":
             self._note(job, fetcher, bundle, *value)
         elif kind == "failed":
@@ -412,7 +450,11 @@ class Pool:
         job.left.discard(number)
         job.placed += bundle.num_bytes
         if job.progress is not None and job.dealt is not None:
-            job.progress(job.placed, job.dealt.num_bytes)
+            try:
+                job.progress(job.placed, job.dealt.num_bytes)
+            except BaseException as error:
+                self._fail(job, error)
+                return
         if not job.left:
             self._finish(job)
 
@@ -439,10 +481,11 @@ class Pool:
         if job is None:
             _log.warning("%s", cause)
             return
-        for bundle in sorted(fetcher.doing):
-            if job is self._job:
-                self._retry(job, fetcher, bundle, cause)
-        if job is self._job and not fetcher.doing:
+        given = [bundle for number, bundle in fetcher.doing if number == job.number]
+        job.again.extendleft((bundle, None) for bundle in reversed(given[1:]))
+        if given:  # the one that it was at; those behind it are not to blame
+            self._retry(job, fetcher, given[0], cause)
+        else:
             job.failures.append(cause)
         if job is self._job and not self._fetchers:
             told = "; ".join(dict.fromkeys(job.failures))
@@ -462,9 +505,7 @@ class Pool:
             failures=tuple(job.failures),
         )
         arenas = job.arenas
-        weights = Weights(
-            job.dealt.places, [one.arena for one in arenas], report, lambda: self._arenas.give_back(arenas)
-        )
+        weights = Weights(job.dealt.places, [one.arena for one in arenas], report, lambda: self._give_back(arenas))
         job.future.set_result(weights)
 
     def _fail(self, job: Job, failure: BaseException) -> None:
@@ -475,7 +516,7 @@ class Pool:
                 self._send(fetcher, ("cancel", job.number))
             self._leave(job)
         if job.arenas:
-            self._arenas.give_back(job.arenas)
+            self._arenas.give_back(job.arenas, complete=False)
         self._drop(self._arenas.stale())
         job.future.set_exception(failure)
 
@@ -485,7 +526,6 @@ class Pool:
         keys = [] if self._keep_memory else [one.key for one in job.arenas]
         self._drop([*keys, *self._arenas.stale()])
         for fetcher in self._fetchers:
-            fetcher.doing.clear()
             self._send(fetcher, ("end", None))
 
 

@@ -62,7 +62,7 @@ class ArenaHandle(NamedTuple):
         SharedMemoryError
             Its owner is gone, has closed it, or belongs to another user.
         """
-        return _open_arena(self)
+        return SharedArena(_open_descriptor(self), self.num_bytes)
 
 
 class Handle(NamedTuple):
@@ -157,16 +157,7 @@ class SharedArena:
         SharedMemoryError
             It would not be inside the arena.
         """
-        torch = import_torch()
-        count = math.prod(shape)
-        if not count:
-            return torch.empty(shape, dtype=torch_dtype(dtype))  # type: ignore[no-any-return]
-        if offset < 0 or offset + count * item_bytes(dtype) > self.num_bytes:
-            raise SharedMemoryError(
-                f"a tensor of shape {list(shape)} at byte {offset} is not inside its arena of {self.num_bytes} bytes"
-            )
-        flat = torch.frombuffer(self._mapping, dtype=torch_dtype(dtype), count=count, offset=offset)
-        return flat.view(shape)  # type: ignore[no-any-return]
+        return _tensor_in(self._mapping, self.num_bytes, offset, dtype, shape)
 
     def remap(self) -> bool:
         """Map the arena anew, so that it can be filled again; not where tensors of it are still in use."""
@@ -213,19 +204,34 @@ def open_handle(handle: Handle) -> torch.Tensor:
     SharedMemoryError
         The process that holds the arena is gone, has closed it, or belongs to another user.
     """
-    return _open_arena(handle.arena).tensor(handle.offset, handle.dtype, handle.shape)
+    arena, offset, dtype, shape = handle
+    with _opening:
+        mapping = _open_mappings.get(arena)
+        if mapping is None:
+            descriptor = _open_descriptor(arena)
+            try:
+                mapping = _open_mappings[arena] = _map(descriptor, arena.num_bytes)
+            finally:
+                os.close(descriptor)
+    return _tensor_in(mapping, arena.num_bytes, offset, dtype, shape)
 
 
-_open_arenas: weakref.WeakValueDictionary[ArenaHandle, SharedArena] = weakref.WeakValueDictionary()
+_open_mappings: weakref.WeakValueDictionary[ArenaHandle, mmap.mmap] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
 
-def _open_arena(handle: ArenaHandle) -> SharedArena:
-    with _opening:
-        arena = _open_arenas.get(handle)
-        if arena is None:
-            arena = _open_arenas[handle] = SharedArena(_open_descriptor(handle), handle.num_bytes)
-    return arena
+def _tensor_in(mapping: mmap.mmap, num_bytes: int, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    torch = import_torch()
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=torch_dtype(dtype))  # type: ignore[no-any-return]
+    if offset < 0 or offset + count * item_bytes(dtype) > num_bytes:
+        raise SharedMemoryError(
+            f"a tensor of shape {list(shape)} at byte {offset} is not inside its arena of {num_bytes} bytes"
+        )
+    # The tensor keeps the view, and as long as there is a view the mapping refuses to be closed.
+    flat = torch.frombuffer(memoryview(mapping), dtype=torch_dtype(dtype), count=count, offset=offset)
+    return flat.view(shape)  # type: ignore[no-any-return]
 
 
 def _open_descriptor(handle: ArenaHandle) -> int:

@@ -47,11 +47,14 @@ BEAT_SECONDS = 0.5
 
 
 class Hello(NamedTuple):
-    """The first message to a fetcher: its number among ``fetchers``, and the pickled source."""
+    """The first message to a fetcher: its number among ``fetchers``, and the bytes of the pickled source.
+
+    The descriptor of an arena with the source follows.
+    """
 
     fetcher: int
     fetchers: int
-    source: bytes
+    source_bytes: int
 
 
 class Work(NamedTuple):
@@ -220,10 +223,12 @@ class _Process:
         self._cancelled = -1
 
     def run(self) -> None:
-        hello: Hello = self._connection.recv()
+        hello = Hello._make(self._connection.recv())
+        told = SharedArena.from_descriptor(recv_handle(self._connection), hello.source_bytes)
         threading.Thread(target=self._beat, name="loadmaster-beat", daemon=True).start()
         try:
-            worker = FetchWorker(pickle.loads(hello.source), hello.fetcher, hello.fetchers)
+            worker = FetchWorker(pickle.loads(told.buffer), hello.fetcher, hello.fetchers)
+            told.close()
             share = worker.setup()
         except BaseException as error:
             self._send("broken", _sentence(error))
