@@ -88,7 +88,11 @@ class SharedArena:
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.descriptor = descriptor
         self.num_bytes = num_bytes
-        self._mapping = _map(descriptor, num_bytes)
+        try:
+            self._mapping = _map(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._finalizer = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
@@ -104,16 +108,21 @@ class SharedArena:
             descriptor = _new_file(name, max(1, num_bytes))
         except OSError as refused:
             raise SharedMemoryError(f"{format_bytes(num_bytes)} of shared memory cannot be had: {refused}") from None
-        try:
-            return cls(descriptor, num_bytes)
-        except (OSError, ValueError) as refused:
-            os.close(descriptor)
-            raise SharedMemoryError(f"{format_bytes(num_bytes)} of shared memory cannot be mapped: {refused}") from None
+        return cls.from_descriptor(descriptor, num_bytes)
 
     @classmethod
     def from_descriptor(cls, descriptor: int, num_bytes: int) -> SharedArena:
-        """Take over a descriptor of an arena, and close it with this object."""
-        return cls(descriptor, num_bytes)
+        """Take over a descriptor of an arena, and close it with this object.
+
+        Raises
+        ------
+        SharedMemoryError
+            It cannot be mapped.
+        """
+        try:
+            return cls(descriptor, num_bytes)
+        except (OSError, ValueError) as refused:
+            raise SharedMemoryError(f"{format_bytes(num_bytes)} of shared memory cannot be mapped: {refused}") from None
 
     @property
     def buffer(self) -> memoryview:
@@ -239,20 +248,26 @@ def _open_descriptor(handle: ArenaHandle) -> int:
         raise SharedMemoryError(
             f"process {handle.pid}, which held these weights, is gone, and they are gone with it; fetch them again"
         )
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
     try:
-        descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise SharedMemoryError(f"process {handle.pid} has closed these weights; fetch them again") from None
-    except OSError as refused:
+        # Looked at before it is opened: under this number there may be anything by now, a terminal or a device.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if _is_arena(Path(path).stat(), handle) else -1
+    except PermissionError as refused:
         raise SharedMemoryError(
             f"the weights of process {handle.pid} cannot be opened: {refused.strerror or refused}; "
             "only processes of the same user can"
         ) from None
-    status = os.fstat(descriptor)
-    if status.st_ino != handle.inode or status.st_size < handle.num_bytes:
+    except OSError:
+        descriptor = -1
+    if descriptor >= 0:
+        if _is_arena(os.fstat(descriptor), handle):
+            return descriptor
         os.close(descriptor)
-        raise SharedMemoryError(f"process {handle.pid} has closed these weights; fetch them again")
-    return descriptor
+    raise SharedMemoryError(f"process {handle.pid} has closed these weights; fetch them again")
+
+
+def _is_arena(status: os.stat_result, handle: ArenaHandle) -> bool:
+    return status.st_ino == handle.inode and status.st_size >= handle.num_bytes
 
 
 def _started(pid: int) -> int:
