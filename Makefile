@@ -41,6 +41,11 @@ figures: $(INSTALLED) ## the figures of the README, measured here (about 20 minu
 	$(BIN)/loadmaster bench lease .demo/figures --repeat 3
 	$(BIN)/loadmaster bench make-checkpoint .demo/experts --family nvfp4-moe --size 2GiB
 	$(BIN)/loadmaster bench experts .demo/experts --ranks 2 --experts-by blocks
+	$(BIN)/loadmaster bench make-checkpoint .demo/gpt-oss --family gpt-oss --size 1GiB
+	$(BIN)/loadmaster bench experts .demo/gpt-oss --ranks 1 --arms loadmaster,cat-after
+	$(BIN)/loadmaster bench make-checkpoint .demo/small-experts --family small-experts --size 1600MiB
+	$(BIN)/loadmaster bench experts .demo/small-experts --ranks 1 --arms loadmaster
+	$(BIN)/loadmaster bench fetch .demo/figures
 	$(BIN)/loadmaster bench make-checkpoint .demo/small --family small-tensors --tensors 100000
 	$(BIN)/loadmaster bench load .demo/small --ranks 1 --arms loadmaster
 

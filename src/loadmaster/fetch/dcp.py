@@ -5,7 +5,7 @@
     __1_0.distcp      |chunk|....|                                      --+    without a process group
 
 A chunk is what ``torch.save`` makes of one rank's part: a zip archive that holds the bytes as they are. Where they lie
-is found out once for each chunk (50 us), and then they are read straight to their place, like those of a safetensors
+is found out once for each chunk (0.1 ms), and then they are read straight to their place, like those of a safetensors
 file: ``torch.load`` reads a whole chunk into memory of its own first, also for a few of its rows. Chunks that are
 stored in another way (transposed, compressed, on another kind of machine) go through ``torch.load``.
 """
@@ -114,6 +114,7 @@ class DcpSource:
 
     def names(self, version: int | None) -> list[str]:
         """Read ``.metadata`` of ``version``, and see that the files it names are there."""
+        import_torch()
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self.close()
@@ -267,7 +268,6 @@ def _dcp_source(path: str, prefix: str, threads: int) -> DcpSource:
 
 def _read_metadata(folder: str) -> Any:
     """Read ``.metadata`` with torch's own reader."""
-    import_torch()
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 

@@ -10,7 +10,8 @@ reads only when it is first used. The calls of one version come in this order, i
 and a source may have these as well, where it can do them better than one whole tensor at a time::
 
     read_rows(name, start, stop, destination)   rows of the first dimension; without it a large tensor is not split
-    read_parts(parts, buffer, stopped)          many parts at once, straight into the bytes of shared memory
+    read_parts(parts, buffer, stopped)          many parts at once, straight into the bytes of shared memory; may
+                                                return the seconds that it spent on copies
     entries()                                   all entries of the version at once
     locate(parts), read_located(located, buffer, stopped)
                                                 what a fetcher needs to know to read these parts, so that it need not
