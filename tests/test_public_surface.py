@@ -21,8 +21,11 @@ import loadmaster as lm
 NAMES = [
     "BankLayout",
     "Checkpoint",
+    "CheckpointSource",
+    "DcpSource",
     "Entry",
     "ExpertShard",
+    "Fetchers",
     "Host",
     "Lease",
     "LoadmasterError",
@@ -32,6 +35,7 @@ NAMES = [
     "Shard",
     "Share",
     "TensorParallelPlan",
+    "TorchStoreSource",
     "host",
     "iter_tensors",
     "lease",
@@ -87,6 +91,21 @@ SIGNATURES = {
     ),
     "Checkpoint.read": "(self, name: 'str') -> 'torch.Tensor'",
     "Checkpoint.read_slice": "(self, name: 'str', slices: 'Sequence[slice | int]') -> 'torch.Tensor'",
+    "Fetchers": (
+        "(source: 'Source', procs: 'int' = 8, *, keep_memory: 'bool' = False, "
+        "progress: 'Progress | None' = None) -> 'None'"
+    ),
+    "Fetchers.fetch": "(self, version: 'int | None' = None) -> 'Weights'",
+    "Fetchers.prefetch": "(self, version: 'int | None' = None) -> 'None'",
+    "Fetchers.afetch": "(self, version: 'int | None' = None) -> 'Weights'",
+    "Fetchers.start": "(self) -> 'None'",
+    "Fetchers.close": "(self) -> 'None'",
+    "CheckpointSource": "(path: 'str | os.PathLike[str]', *, threads: 'int' = 1) -> 'None'",
+    "DcpSource": "(path: 'str | os.PathLike[str]', *, prefix: 'str' = '', threads: 'int' = 1) -> 'None'",
+    "TorchStoreSource": (
+        "(store: 'Any' = None, prefix: 'str' = 'policy_ver_{version:010d}.', *, "
+        "connect: 'Callable[[], Any] | None' = None, leave_out: 'Sequence[str]' = ('MAPPING',)) -> 'None'"
+    ),
     "Host.refresh": "(self) -> 'Host'",
     "Report.as_dict": "(self) -> 'dict[str, Any]'",
     "Shard": "(*, rank: 'int', ranks: 'int', plan: 'TensorParallelPlan' = <factory>) -> None",
