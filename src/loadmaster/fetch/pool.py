@@ -106,6 +106,7 @@ class Job:
     dealt: Deal | None = None
     arenas: list[KeyedArena] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
+    own: list[range] = field(default_factory=list)
     queues: list[deque[int]] = field(default_factory=list)
     again: deque[tuple[int, int | None]] = field(default_factory=deque)
     left: set[int] = field(default_factory=set)
@@ -336,7 +337,8 @@ class Pool:
         for queue in dealt.queues:
             first = len(job.bundles)
             job.bundles += queue
-            job.queues.append(deque(range(first, len(job.bundles))))
+            job.own.append(range(first, len(job.bundles)))
+            job.queues.append(deque(job.own[-1]))
         job.left = set(range(len(job.bundles)))
         if not job.left:
             self._finish(job)
@@ -441,7 +443,7 @@ class Pool:
             fetcher.number, FetcherReport(fetcher=fetcher.number, pid=fetcher.child.process.pid)
         )
         report.bundles += 1
-        report.stolen += bundle not in job.dealt.queues[fetcher.number] if job.dealt else 0
+        report.stolen += number not in job.own[fetcher.number]
         report.tensors += len(bundle.parts)
         report.num_bytes += bundle.num_bytes
         report.threads, report.why = threads, why

@@ -92,7 +92,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
         self._closed = True
         self._tensors.clear()
         self._arenas = ()
-        if not self._give_back():
+        give_back, self._give_back = self._give_back, lambda: True  # which holds the arenas as well
+        if not give_back():
             _log.warning(
                 "weights of version %s were closed while tensors of them are in use: their memory goes back with these",
                 self.version,
