@@ -98,7 +98,7 @@ SIGNATURES = {
     "Fetchers.fetch": "(self, version: 'int | None' = None) -> 'Weights'",
     "Fetchers.prefetch": "(self, version: 'int | None' = None) -> 'None'",
     "Fetchers.afetch": "(self, version: 'int | None' = None) -> 'Weights'",
-    "Fetchers.start": "(self) -> 'None'",
+    "Fetchers.start": "(self, wait: 'bool' = False) -> 'None'",
     "Fetchers.close": "(self) -> 'None'",
     "CheckpointSource": "(path: 'str | os.PathLike[str]', *, threads: 'int' = 1) -> 'None'",
     "DcpSource": "(path: 'str | os.PathLike[str]', *, prefix: 'str' = '', threads: 'int' = 1) -> 'None'",
@@ -258,7 +258,9 @@ def test_a_missing_torch_is_one_sentence_with_the_command_that_installs_it(call:
     "command",
     [
         pytest.param(["load"], id="load"),
+        pytest.param(["fetch"], id="fetch"),
         pytest.param(["bench", "load", "--repeat", "1"], id="bench load"),
+        pytest.param(["bench", "fetch", "--repeat", "1"], id="bench fetch"),
     ],
 )
 def test_the_command_without_torch_ends_with_one_sentence(command: list[str], checkpoint: Path, tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from cli.helpers.command import loadmaster
 pytestmark = pytest.mark.processes
 
 HELP = {
-    "": ["plan", "load", "bench"],
+    "": ["plan", "load", "fetch", "bench"],
     "load": ["CKPT", "--ranks", "--shard", "--threads", "--tp-plan", "--dtype", "--verify", "--quiet", "--json"],
+    "fetch": ["SOURCE", "--procs", "--version", "--keep-memory", "--verify", "--quiet", "--json"],
     "plan": ["--ranks", "--json"],
-    "bench": ["load", "experts", "collapse", "sweep", "scope", "make-checkpoint"],
+    "bench": ["load", "experts", "fetch", "collapse", "sweep", "scope", "make-checkpoint"],
     "bench load": ["CKPT", "--arms", "--repeat", "--seconds", "--verify", "--plot", "--json"],
     "bench experts": ["CKPT", "--experts-by", "--arms", "--repeat", "--seconds", "--verify", "--plot", "--json"],
+    "bench fetch": ["CKPT", "--procs", "--arms", "--repeat", "--seconds", "--verify", "--plot", "--json"],
     "bench collapse": ["--ranks", "--copy-bytes", "--threads-per-rank", "--repeat", "--seconds", "--plot", "--json"],
     "bench sweep": ["--ranks", "--copy-bytes", "--repeat", "--seconds", "--plot", "--json"],
     "bench scope": ["--ranks", "--copy-bytes", "--copy-seconds", "--repeat", "--seconds", "--plot", "--json"],

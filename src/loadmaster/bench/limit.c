@@ -1,6 +1,7 @@
 /* The limit that a load is measured against: K threads pread the same bytes into fresh, huge-page-advised memory.
  *
- *     limit THREADS BYTES FILE...        prints the seconds from before the memory is mapped to the last byte read
+ *     limit THREADS BYTES FILE...            prints the seconds from before the memory is mapped to the last byte read
+ *     limit --shared THREADS BYTES FILE...   the same into shared memory that was touched before the clock starts
  *
  * The files are read in order, in pieces of 8 MiB, and again from the first one until BYTES are read. */
 #define _GNU_SOURCE
@@ -10,6 +11,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -45,10 +47,10 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static char *fresh(size_t bytes)
+static char *fresh(size_t bytes, int sharing)
 {
     const size_t huge = 2 << 20;
-    char *memory = mmap(NULL, bytes + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *memory = mmap(NULL, bytes + huge, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) die("mmap");
     madvise(memory, bytes + huge, MADV_HUGEPAGE);
     return memory + (huge - (uintptr_t)memory % huge) % huge;
@@ -56,6 +58,8 @@ static char *fresh(size_t bytes)
 
 int main(int argc, char **argv)
 {
+    int shared = argc > 1 && !strcmp(argv[1], "--shared");
+    argc -= shared, argv += shared;
     if (argc < 4) return 2;
     size_t threads = strtoul(argv[1], NULL, 10), bytes = strtoul(argv[2], NULL, 10);
     int num_files = argc - 3;
@@ -81,11 +85,11 @@ int main(int argc, char **argv)
                 at += (off_t)size, planned += size;
             }
     }
-    char *memory = fresh(bytes);
+    char *memory = fresh(bytes, shared ? MAP_SHARED : MAP_PRIVATE);
     for (size_t i = 0; i < bytes; i += 4096) memory[i] = 1; /* a virtual machine's host may have taken free pages back */
-    munmap(memory, bytes);
+    if (!shared) munmap(memory, bytes);
     double begin = now();
-    memory = fresh(bytes);
+    if (!shared) memory = fresh(bytes, MAP_PRIVATE);
     for (size_t i = 0; i < num_pieces; i++) pieces[i].target = memory + (uintptr_t)pieces[i].target;
     pthread_t *team = calloc(threads, sizeof *team);
     for (size_t i = 0; i < threads; i++)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
 import os
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 from loadmaster.checkpoint.memory import Arena
 from loadmaster.checkpoint.vectored import read_into
@@ -27,9 +31,12 @@ class LimitStoppedError(LoadmasterError):
     """The limit was not measured in the time that it was given."""
 
 
-def limit_seconds(files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None) -> float:
+def limit_seconds(
+    files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None, *, shared: bool = False
+) -> float:
     """Return the seconds that ``threads`` threads take to ``pread`` ``num_bytes`` into fresh huge-page-advised memory.
 
+    With ``shared``, into shared memory that was touched before: what a fetch into memory that is kept could reach.
     In C where the host has a compiler; otherwise the same in Python, which reaches 0.97 of it.
 
     Raises
@@ -39,14 +46,15 @@ def limit_seconds(files: Sequence[str], num_bytes: int, threads: int, timeout: f
     """
     program = _program()
     if program is None:
-        return _limit_in_python(files, num_bytes, threads, timeout)
-    command = [f"/proc/self/fd/{program}", str(threads), str(num_bytes), *files]
+        return _limit_in_python(files, num_bytes, threads, timeout, shared)
+    options = ["--shared"] if shared else []
+    command = [f"/proc/self/fd/{program}", *options, str(threads), str(num_bytes), *files]
     try:
         done = subprocess.run(command, pass_fds=[program], capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise LimitStoppedError(_STOPPED) from None
     except PermissionError:  # programs in memory may be forbidden (vm.memfd_noexec)
-        return _limit_in_python(files, num_bytes, threads, timeout)
+        return _limit_in_python(files, num_bytes, threads, timeout, shared)
     if done.returncode:
         raise LoadmasterError(f"the limit could not be measured: {done.stderr.strip()}")
     return float(done.stdout)
@@ -78,15 +86,18 @@ def _program() -> int | None:
         os.close(writable)
 
 
-def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None) -> float:
+def _limit_in_python(
+    files: Sequence[str], num_bytes: int, threads: int, timeout: float | None = None, shared: bool = False
+) -> float:
     descriptors: list[int] = []
     try:
         for file in files:
             descriptors.append(os.open(file, os.O_RDONLY))
         pieces = iter(list(_pieces(descriptors, num_bytes)))
         lock = threading.Lock()
+        touched = _touched_shared(num_bytes) if shared else None
         begin = time.perf_counter()
-        arena = Arena(num_bytes)
+        buffer = Arena(num_bytes).buffer if touched is None else touched
 
         def read() -> None:
             while True:
@@ -97,7 +108,7 @@ def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int, timeout
                 if timeout is not None and time.perf_counter() - begin > timeout:
                     raise LimitStoppedError(_STOPPED)
                 descriptor, offset, target, size = piece
-                read_into(descriptor, [arena.buffer[target : target + size]], offset)
+                read_into(descriptor, [buffer[target : target + size]], offset)
 
         with ThreadPoolExecutor(threads) as team:
             for member in [team.submit(read) for _ in range(threads)]:
@@ -109,6 +120,14 @@ def _limit_in_python(files: Sequence[str], num_bytes: int, threads: int, timeout
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _touched_shared(num_bytes: int) -> memoryview:
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel built without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    np.frombuffer(memory, np.uint8)[::4096] = 1
+    return memoryview(memory)
 
 
 def _pieces(descriptors: Sequence[int], num_bytes: int) -> Iterable[tuple[int, int, int, int]]:

@@ -12,11 +12,13 @@ import typer
 from loadmaster.cli import (
     bench_collapse,
     bench_experts,
+    bench_fetch,
     bench_lease,
     bench_load,
     bench_make_checkpoint,
     bench_scope,
     bench_sweep,
+    fetch,
     leases,
     load,
     plan,
@@ -41,10 +43,12 @@ bench = typer.Typer(
 )
 app.command("plan")(plan.plan)
 app.command("load")(load.load)
+app.command("fetch")(fetch.fetch)
 app.command("leases")(leases.leases)
 app.add_typer(bench)
 bench.command("load")(bench_load.bench_load)
 bench.command("experts")(bench_experts.bench_experts)
+bench.command("fetch")(bench_fetch.bench_fetch)
 bench.command("collapse")(bench_collapse.bench_collapse)
 bench.command("sweep")(bench_sweep.bench_sweep)
 bench.command("lease")(bench_lease.bench_lease)

@@ -43,9 +43,15 @@ from loadmaster.fetch.source import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DcpSource"]
+__all__ = ["DcpSource", "is_dcp"]
 
 METADATA_NAME = ".metadata"
+
+
+def is_dcp(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a folder of torch.distributed.checkpoint."""
+    return Path(path, METADATA_NAME).exists()
+
 
 Sizes = tuple[int, ...]
 

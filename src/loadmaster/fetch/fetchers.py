@@ -90,15 +90,17 @@ class Fetchers:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    def start(self) -> None:
-        """Start the processes and return at once; they set themselves up meanwhile.
+    def start(self, wait: bool = False) -> None:
+        """Start the processes and return at once, or ``wait`` until all of them are set up.
 
         Raises
         ------
         FetchError
-            The fetchers are closed.
+            The fetchers are closed, or one of those that are waited for could not be set up.
         """
         self._pool.start()
+        if wait:
+            self._pool.wait_ready()
 
     def prefetch(self, version: int | None = None) -> None:
         """Begin to fetch ``version`` and return at once; `fetch` then waits for what is left of it.

@@ -114,6 +114,7 @@ class Job:
     reports: dict[int, FetcherReport] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     placed: int = 0
+    plan_seconds: float = 0.0
 
     def next_for(self, fetcher: int, alone: bool) -> int | None:
         """The next bundle of a fetcher: one that another one has failed, its own, or the last of the longest queue."""
@@ -150,6 +151,8 @@ class Pool:
         self._job: Job | None = None
         self._number = 0
         self._planning = threading.Lock()
+        self._ready: deque[Future[None]] = deque()
+        self._lost: list[str] = []
         self._closing = False
         self._ended = False
         _pools.add(self)
@@ -170,7 +173,34 @@ class Pool:
             self._woken, self._waking = Pipe(duplex=False)
             self._thread = threading.Thread(target=self._attend, name="loadmaster-fetchers", daemon=True)
             self._thread.start()
-        self._tell(self._start_missing)
+        self._tell(self._start_first)
+
+    def wait_ready(self) -> None:
+        """Wait until every fetcher is set up.
+
+        Raises
+        ------
+        FetchError
+            One has failed to start, or the pool was closed.
+        """
+        ready: Future[None] = Future()
+        self._ready.append(ready)
+        if not self._tell(lambda: None):
+            raise FetchError("these fetchers are closed")
+        ready.result()
+
+    def _answer_ready(self) -> None:
+        """Tell those who wait for all fetchers."""
+        lost = "" if self._closing or not self._lost else "; ".join(self._lost)
+        if self._closing or lost:
+            error = FetchError(lost or "the fetchers were closed before they were ready")
+        elif len(self._fetchers) == self._procs and all(fetcher.ready for fetcher in self._fetchers):
+            error = None
+        else:
+            return
+        while self._ready:
+            waiting = self._ready.popleft()
+            waiting.set_exception(error) if error else waiting.set_result(None)
 
     def request(self, version: int | None, progress: Progress | None) -> Job:
         """Ask for a version. An older one that is not complete yet is given up for it."""
@@ -243,6 +273,8 @@ class Pool:
                 self._inbox.popleft()()
             if self._job is not None:
                 self._fail(self._job, FetchCancelledError("the fetchers were closed before the weights were complete"))
+            self._closing = True
+            self._answer_ready()
             stop_children([fetcher.child for fetcher in self._fetchers])
             self._fetchers.clear()
             self._woken.close()
@@ -273,8 +305,17 @@ class Pool:
             elif now - fetcher.heard > (SILENCE_SECONDS if fetcher.ready else START_SECONDS):
                 self._lose(fetcher, f"{fetcher.child.name} said nothing for {now - fetcher.heard:.0f} s and was ended")
         self._dispatch()
+        if self._ready:
+            self._answer_ready()
+
+    def _start_first(self) -> None:
+        try:
+            self._start_missing()
+        except LoadmasterError as refused:  # the first fetch tries again, and says so
+            self._lost.append(str(refused))
 
     def _start_missing(self) -> None:
+        self._lost.clear()
         numbers = {fetcher.number for fetcher in self._fetchers}
         missing = [number for number in range(self._procs) if number not in numbers]
         if not missing:
@@ -321,9 +362,10 @@ class Pool:
             failure = error if isinstance(error, LoadmasterError) else _unexpected("the source failed", error)
             self._tell(lambda: self._fail(job, failure))
         else:
-            self._tell(lambda: self._start_work(job, dealt))
+            planned = time.perf_counter() - job.started
+            self._tell(lambda: self._start_work(job, dealt, planned))
 
-    def _start_work(self, job: Job, dealt: Deal) -> None:
+    def _start_work(self, job: Job, dealt: Deal, planned: float) -> None:
         if job is not self._job:
             return
         try:
@@ -333,7 +375,7 @@ class Pool:
             return
         finally:
             self._drop(self._arenas.stale())
-        job.dealt = dealt
+        job.dealt, job.plan_seconds = dealt, planned
         for queue in dealt.queues:
             first = len(job.bundles)
             job.bundles += queue
@@ -444,7 +486,7 @@ class Pool:
         )
         report.bundles += 1
         report.stolen += number not in job.own[fetcher.number]
-        report.tensors += len(bundle.parts)
+        report.tensors += sum(part.start == 0 for part in bundle.parts)  # a split one counts where it begins
         report.num_bytes += bundle.num_bytes
         report.threads, report.why = threads, why
         for phase, spent in seconds.items():
@@ -479,6 +521,8 @@ class Pool:
             fetcher.child.process.kill()
         cause = fetcher.broken or why or fetcher.child.death()
         stop_children([fetcher.child])
+        if not fetcher.ready:
+            self._lost.append(cause)
         job = self._job
         if job is None:
             _log.warning("%s", cause)
@@ -503,6 +547,7 @@ class Pool:
             tensors=len(job.dealt.places),
             num_bytes=job.dealt.num_bytes,
             seconds=time.perf_counter() - job.started,
+            plan_seconds=job.plan_seconds,
             fetchers=[job.reports[number] for number in sorted(job.reports)],
             failures=tuple(job.failures),
         )

@@ -89,11 +89,14 @@ class Weights(Mapping[str, "torch.Tensor"]):
         """Give the memory back. Tensors that are still in use elsewhere keep theirs until the last one is gone."""
         if self._closed:
             return
+        self._close(warns=True)
+
+    def _close(self, warns: bool) -> None:
         self._closed = True
         self._tensors.clear()
         self._arenas = ()
         give_back, self._give_back = self._give_back, lambda: True  # which holds the arenas as well
-        if not give_back():
+        if not give_back() and warns:
             _log.warning(
                 "weights of version %s were closed while tensors of them are in use: their memory goes back with these",
                 self.version,
@@ -105,7 +108,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if not self._closed:
+            self._close(warns=error is None)  # the traceback of an error keeps tensors alive
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

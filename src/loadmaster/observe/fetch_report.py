@@ -14,7 +14,8 @@ class FetcherReport:
     """What one fetcher did for one version.
 
     ``seconds`` are those spent ``waiting`` for work, ``opening`` the source, ``reading`` from it and ``assembling``
-    what was read in shared memory; ``threads`` it had for the reason ``why``; ``stolen`` are bundles of others.
+    what was read in shared memory; ``threads`` it had for the reason ``why``; ``stolen`` are bundles of others. A
+    tensor that several have read counts for the one that read its first row.
     """
 
     fetcher: int
@@ -32,13 +33,17 @@ class FetcherReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchReport:
-    """What all fetchers did for one version; ``seconds`` from the call to the last byte."""
+    """What all fetchers did for one version; ``seconds`` from the call to the last byte.
+
+    ``plan_seconds`` of these went by until names and shapes were known and dealt.
+    """
 
     version: int | None
     tensors: int
     num_bytes: int
     seconds: float
     fetchers: Sequence[FetcherReport]
+    plan_seconds: float = 0.0
     failures: Sequence[str] = ()
 
     @property
@@ -61,6 +66,7 @@ class FetchReport:
             "tensors": self.tensors,
             "bytes": self.num_bytes,
             "seconds": self.seconds,
+            "plan_seconds": self.plan_seconds,
             "gib_per_second": self.gib_per_second,
             "spread": self.spread,
             "failures": list(self.failures),

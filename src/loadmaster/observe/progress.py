@@ -36,8 +36,9 @@ class NoProgress:
 class LineProgress(NoProgress):
     """Prints one line for all ranks every few seconds, for logs and pipes."""
 
-    def __init__(self, ranks: int, stream: TextIO, seconds: float = LINE_SECONDS) -> None:
+    def __init__(self, ranks: int, stream: TextIO, seconds: float = LINE_SECONDS, label: str = "rank {}") -> None:
         self._ranks = ranks
+        self._label = label
         self._stream = stream
         self._seconds = seconds
         self._started = self._printed = 0.0
@@ -57,7 +58,8 @@ class LineProgress(NoProgress):
         rate = placed / max(1e-9, now - self._started)
         left = format_seconds((whole - placed) / rate) if rate else "?"
         per_rank = ", ".join(
-            f"rank {rank} {100 * done // max(1, total)} %" for rank, (done, total) in sorted(self._state.items())
+            f"{self._label.format(rank)} {100 * done // max(1, total)} %"
+            for rank, (done, total) in sorted(self._state.items())
         )
         amounts = f"{format_bytes(placed)} of {format_bytes(whole)}, {format_bytes(rate)}/s"
         print(
@@ -70,7 +72,7 @@ class LineProgress(NoProgress):
 class TerminalProgress(NoProgress):
     """A live row per rank: bytes, rate, time left."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, label: str = "rank {}") -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -90,7 +92,7 @@ class TerminalProgress(NoProgress):
             console=Console(stderr=True),
             transient=True,
         )
-        self._rows: list[TaskID] = [self._display.add_task(f"rank {rank}", total=None) for rank in range(ranks)]
+        self._rows: list[TaskID] = [self._display.add_task(label.format(rank), total=None) for rank in range(ranks)]
 
     def __enter__(self) -> TerminalProgress:
         self._display.start()
@@ -106,9 +108,12 @@ class TerminalProgress(NoProgress):
         self._display.update(self._rows[rank], completed=done, total=total)
 
 
-def progress_display(ranks: int, *, quiet: bool, stream: TextIO | None = None) -> NoProgress:
-    """Return the display that suits standard error: rows on a terminal, lines elsewhere, nothing when quiet."""
+def progress_display(ranks: int, *, quiet: bool, stream: TextIO | None = None, label: str = "rank {}") -> NoProgress:
+    """Return the display that suits standard error: rows on a terminal, lines elsewhere, nothing when quiet.
+
+    ``label`` names a row, with ``{}`` for its number.
+    """
     stream = sys.stderr if stream is None else stream
     if quiet:
         return NoProgress()
-    return TerminalProgress(ranks) if stream.isatty() else LineProgress(ranks, stream)
+    return TerminalProgress(ranks, label) if stream.isatty() else LineProgress(ranks, stream, label=label)
