@@ -65,7 +65,7 @@ def test_an_arm_that_is_none_is_an_error_before_anything_is_measured(checkpoint:
 
 
 def test_no_time_is_a_record_without_figures(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadmaster.bench.load.warm_page_cache", lambda files, deadline: False)
+    monkeypatch.setattr("loadmaster.bench.turns.warm_page_cache", lambda files, deadline: False)
     record = bench_experts(checkpoint, LoadSettings(experts=True), seconds=1)
     assert {arm.stopped_after for arm in record.arms} == {0.0}
     (panel,) = panels(record)

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from loadmaster.bench import load as bench
+from loadmaster.bench import turns
 from loadmaster.bench.libraries import LIBRARIES
 from loadmaster.bench.limit import LimitStoppedError
 from loadmaster.bench.load import Arm, ArmJob, ArmRank, arms_for, bench_load
@@ -358,7 +359,7 @@ def test_an_arm_that_was_stopped_is_not_tried_again(checkpoint: Path, monkeypatc
 
 
 def test_an_arm_for_which_no_time_is_left_was_not_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "warm_page_cache", lambda files, deadline: False)
+    monkeypatch.setattr(turns, "warm_page_cache", lambda files, deadline: False)
     found = run_with_a_clock(checkpoint, monkeypatch, takes={"limit": 1.0, "loadmaster": 1.0}, seconds=30, repeat=2)
     assert {name: (list(arm.seconds), arm.stopped_after) for name, arm in found.items()} == {
         "limit": ([], 0.0),
@@ -386,8 +387,8 @@ def test_only_the_loading_of_stopped_ranks_counts(
 
 def test_warming_ends_when_the_time_is_over(checkpoint: Path) -> None:
     files = [str(path) for path in checkpoint.iterdir()]
-    assert bench.warm_page_cache(files)
-    assert not bench.warm_page_cache(files, time.monotonic() - 1)
+    assert turns.warm_page_cache(files)
+    assert not turns.warm_page_cache(files, time.monotonic() - 1)
 
 
 @pytest.mark.processes

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadmaster.bench.budget import Budget
-from loadmaster.bench.limit import LimitStoppedError, limit_kind, limit_seconds
-from loadmaster.bench.load import BEGIN, END, SECONDS, Arm, choose_arms, start_together, warm_page_cache
+from loadmaster.bench.limit import limit_kind, limit_seconds
+from loadmaster.bench.load import BEGIN, END, SECONDS, Arm, choose_arms, start_together
 from loadmaster.bench.plot import Panel
 from loadmaster.bench.record import ArmResult, BenchRecord
+from loadmaster.bench.turns import CannotError, StoppedError, Turn, take_turns
 from loadmaster.checkpoint.dtypes import import_torch
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import place
@@ -185,7 +186,7 @@ def bench_fetch(
     chosen = choose_arms(fetch_arms(here.compute_cpus, len(here.cpus)), arms)
     bench = _Bench(checkpoint, procs, verify)
     turns = [
-        _Turn(
+        Turn(
             "limit",
             f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes into touched shared memory",
             lambda timeout: limit_seconds(
@@ -195,19 +196,8 @@ def bench_fetch(
     ]
     why_not = why_not_published(checkpoint, procs)
     for arm in chosen:
-        turns.append(_Turn(arm.name, arm.what, bench.measurer(arm), why_not if arm.name.startswith(PUBLISHED) else ""))
-    took = 0.0
-    for number in range(repeat):
-        if number and not budget.fits(took):
-            break
-        begin = time.monotonic()
-        for index, turn in enumerate(turns):
-            if turn.over:
-                continue
-            if on_step is not None:
-                on_step(f"{turn.name}, {number + 1} of {repeat}")
-            turn.take(list(checkpoint.files), budget.part(0 if number else len(turns) - index - 1))
-        took = time.monotonic() - begin
+        turns.append(Turn(arm.name, arm.what, bench.measurer(arm), why_not if arm.name.startswith(PUBLISHED) else ""))
+    take_turns(turns, list(checkpoint.files), repeat, budget, on_step)
     settings = {
         "checkpoint": os.fspath(path),
         "procs": procs,
@@ -234,63 +224,6 @@ def panels(record: BenchRecord) -> list[Panel]:
         arms = [(arm.name, arm) for arm in fixed]
         found.append(Panel(title="the same with a fixed number of threads in each", arms=arms, unit="seconds"))
     return found
-
-
-class _StoppedError(Exception):
-    """An arm overran its time; ``after`` are the seconds that it had fetched for."""
-
-    def __init__(self, after: float) -> None:
-        super().__init__()
-        self.after = after
-
-
-class _CannotError(Exception):
-    """An arm cannot run here; says why."""
-
-
-@dataclass
-class _Turn:
-    """One arm, or the limit, which takes its turn in every repetition."""
-
-    name: str
-    what: str
-    measure: Callable[[float], float]
-    cannot: str = ""
-    seconds: list[float] = field(default_factory=list)
-    stopped_after: float | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether it takes no more turns: it was stopped once, or cannot run."""
-        return bool(self.cannot) or self.stopped_after is not None
-
-    def take(self, files: Sequence[str], timeout: float) -> None:
-        """Measure once, in at most ``timeout`` seconds."""
-        begin = time.monotonic()
-        if timeout <= 0 or not warm_page_cache(files, begin + timeout):
-            if not self.seconds:
-                self.stopped_after = 0.0
-            return
-        warmed = time.monotonic()
-        try:
-            self.seconds.append(self.measure(begin + timeout - warmed))
-        except _StoppedError as stopped:
-            self.stopped_after = stopped.after
-        except LimitStoppedError:
-            self.stopped_after = time.monotonic() - warmed
-        except _CannotError as reason:
-            self.cannot = str(reason)
-
-    def result(self, num_bytes: int, tensors: int) -> ArmResult:
-        """What all its turns have given."""
-        return ArmResult(
-            name=self.name,
-            what=self.what,
-            seconds=self.seconds,
-            num_bytes=num_bytes,
-            tensors=tensors,
-            stopped_after=self.stopped_after,
-        )
 
 
 class _Bench:
@@ -328,13 +261,13 @@ class _Bench:
             )
         except RanksStoppedError:
             ended = told.get(END, time.monotonic())
-            raise _StoppedError(ended - told[BEGIN] if BEGIN in told else 0.0) from None
+            raise StoppedError(ended - told[BEGIN] if BEGIN in told else 0.0) from None
         except RankError as failed:
             raise RankError(f"{arm.name}: {str(failed).replace('rank 0', 'the consumer', 1)}") from None
         finally:
             _remove_segments(job.prefix)
         if done.cannot:
-            raise _CannotError(done.cannot)
+            raise CannotError(done.cannot)
         self.descriptors[arm.name] = dict(zip(("before", "after"), done.descriptors, strict=True))
         if done.threads is not None:
             self.threads[arm.name] = done.threads

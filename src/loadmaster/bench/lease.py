@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from loadmaster.bench.budget import Budget
-from loadmaster.bench.load import start_together, warm_page_cache
+from loadmaster.bench.load import start_together
 from loadmaster.bench.plot import Panel
 from loadmaster.bench.record import ArmResult, BenchRecord
+from loadmaster.bench.turns import warm_page_cache
 from loadmaster.checkpoint.dtypes import import_torch
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank

@@ -7,21 +7,20 @@ Repetitions of the arms are interleaved, so that a noisy moment of the machine m
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from loadmaster.bench.budget import Budget
 from loadmaster.bench.libraries import LIBRARIES, copy_slices, empty_tensor
-from loadmaster.bench.limit import LimitStoppedError, limit_kind, limit_seconds
+from loadmaster.bench.limit import limit_kind, limit_seconds
 from loadmaster.bench.plot import Panel
 from loadmaster.bench.record import ArmResult, BenchRecord
+from loadmaster.bench.turns import StoppedError, Turn, take_turns
 from loadmaster.checkpoint.dtypes import import_torch
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
@@ -193,8 +192,7 @@ def measure_arms(
 ) -> list[ArmResult]:
     """Run the limit and the arms ``repeat`` times, interleaved; ``rank_bytes`` is what each rank places.
 
-    ``tensors`` is the number of tensors that all ranks place together. No repetition is begun that would not fit into
-    the budget, judged by the one before; an arm that overruns it is stopped.
+    ``tensors`` is the number of tensors that all ranks place together; for the budget see `take_turns`.
     """
     here = host()
     placed = sum(rank_bytes)
@@ -207,79 +205,10 @@ def measure_arms(
     def measure_arm(arm: Arm) -> Callable[[float], float]:
         return lambda timeout: _run_arm(arm, checkpoint.path, settings, shares, rank_bytes, timeout)
 
-    turns = [_Turn("limit", f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes", measure_limit)]
-    turns += [_Turn(arm.name, arm.what, measure_arm(arm)) for arm in arms]
-    took = 0.0
-    for number in range(repeat):
-        if number and not budget.fits(took):
-            break
-        begin = time.monotonic()
-        for index, turn in enumerate(turns):
-            if on_step is not None:
-                on_step(f"{turn.name}, {number + 1} of {repeat}")
-            turn.take(files, budget.part(0 if number else len(turns) - index - 1))
-        took = time.monotonic() - begin
-    return [
-        ArmResult(
-            name=turn.name,
-            what=turn.what,
-            seconds=turn.seconds,
-            num_bytes=placed,
-            tensors=tensors,
-            stopped_after=turn.stopped_after,
-        )
-        for turn in turns
-    ]
-
-
-class _StoppedError(Exception):
-    """An arm overran its time; ``after`` are the seconds that it had loaded for."""
-
-    def __init__(self, after: float) -> None:
-        super().__init__()
-        self.after = after
-
-
-@dataclass
-class _Turn:
-    """One arm, or the limit, which takes its turn in every repetition."""
-
-    name: str
-    what: str
-    measure: Callable[[float], float]
-    seconds: list[float] = field(default_factory=list)
-    stopped_after: float | None = None
-
-    def take(self, files: Sequence[str], timeout: float) -> None:
-        """Measure once, in at most ``timeout`` seconds; an arm that was stopped once is left out from then on."""
-        if self.stopped_after is not None:
-            return
-        begin = time.monotonic()
-        if timeout <= 0 or not warm_page_cache(files, begin + timeout):
-            if not self.seconds:
-                self.stopped_after = 0.0
-            return
-        warmed = time.monotonic()
-        try:
-            self.seconds.append(self.measure(begin + timeout - warmed))
-        except _StoppedError as stopped:
-            self.stopped_after = stopped.after
-        except LimitStoppedError:
-            self.stopped_after = time.monotonic() - warmed
-
-
-def warm_page_cache(files: Sequence[str], deadline: float = math.inf) -> bool:
-    """Read all files once, so that every repetition finds its bytes in memory, as the arm before it did.
-
-    Returns whether that was done before ``deadline`` of the monotonic clock.
-    """
-    scratch = memoryview(bytearray(8 << 20))
-    for file in files:
-        with Path(file).open("rb", buffering=0) as stream:
-            while stream.readinto(scratch):
-                if time.monotonic() > deadline:
-                    return False
-    return True
+    turns = [Turn("limit", f"{here.compute_cpus} {limit_kind()} threads, pread of as many bytes", measure_limit)]
+    turns += [Turn(arm.name, arm.what, measure_arm(arm)) for arm in arms]
+    take_turns(turns, files, repeat, budget, on_step)
+    return [turn.result(placed, tensors) for turn in turns]
 
 
 def start_together(context: RankContext, num_bytes: int) -> None:
@@ -329,7 +258,7 @@ def _run_arm(
             timeout_seconds=timeout,
         )
     except RanksStoppedError:
-        raise _StoppedError(_seconds_of_stages(told, len(jobs))) from None
+        raise StoppedError(_seconds_of_stages(told, len(jobs))) from None
     return max(rank.seconds for rank in ranks)
 
 

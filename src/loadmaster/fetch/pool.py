@@ -339,6 +339,9 @@ class Pool:
         if self._job is not None:
             given_up = f"version {self._job.version} was given up for version {job.version}"
             self._fail(self._job, FetchCancelledError(given_up))
+        for fetcher in list(self._fetchers):
+            if fetcher.child.process.poll() is not None:  # while nobody had any work for it
+                self._receive_rest(fetcher)
         self._job = job
         if self._closing:
             return
