@@ -34,7 +34,7 @@ class ArenaKeeper:
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may close weights while this very thread holds it
         self._taken: list[tuple[int | None, list[KeyedArena]]] = []
         self._spare: list[KeyedArena] = []
         self._stale: list[int] = []

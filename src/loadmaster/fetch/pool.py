@@ -142,7 +142,7 @@ class Pool:
         self._group = f"{os.getpid()}-{time.time_ns()}"
         self._arenas = ArenaKeeper(keep_memory)
         self._keep_memory = keep_memory
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may close weights while this very thread holds it
         self._inbox: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._waking: Connection | None = None
@@ -289,6 +289,7 @@ class Pool:
         timeout = 0.5 if len(watched) == len(self._fetchers) else POLL_SECONDS
         lines = {fetcher.child.connection: fetcher for fetcher in self._fetchers}
         ready = wait([woken, *lines, *watched], timeout if self._fetchers else None)
+        now = time.monotonic()
         if woken in ready:
             woken.recv_bytes()
         for line, fetcher in lines.items():
@@ -296,7 +297,6 @@ class Pool:
                 self._receive(fetcher)
         while self._inbox:
             self._inbox.popleft()()
-        now = time.monotonic()
         for fetcher in list(self._fetchers):
             if fetcher.child.process.poll() is not None:
                 self._receive_rest(fetcher)
@@ -392,7 +392,12 @@ class Pool:
         job = self._job
         if job is None or job.dealt is None:
             return
-        waiting = [fetcher for fetcher in self._fetchers if fetcher.ready]
+        # One that is still at a version that was given up may be so for long: nothing is put behind that.
+        waiting = [
+            fetcher
+            for fetcher in self._fetchers
+            if fetcher.ready and all(number == job.number for number, _ in fetcher.doing)
+        ]
         for round_ in range(1, IN_FLIGHT + 1):
             for fetcher in waiting:
                 if len(fetcher.doing) < round_ and fetcher in self._fetchers and job is self._job:

@@ -113,8 +113,10 @@ class Weights(Mapping[str, "torch.Tensor"]):
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            try:
+                warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            finally:
+                self.close()
 
     def _check_open(self) -> None:
         if self._closed:
