@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import pickle
 import queue
@@ -79,6 +80,10 @@ class FetchedPart(NamedTuple):
     version: int | None
     handles: dict[str, Handle]
     report: FetcherReport
+    fetchers: int
+    """How many fetchers there are: as many parts are a version."""
+    digest: str
+    """Of all names and entries that this fetcher saw: parts of one version have the same."""
 
 
 @dataclass
@@ -100,7 +105,7 @@ class FetchWorker:
     _set_up: Share | None = None
     _held: Lease | None = None
     _version: tuple[int | None] | None = None
-    _kept: dict[int | None, list[SharedArena]] = field(default_factory=dict)
+    _kept: list[SharedArena] = field(default_factory=list)
 
     def setup(self) -> Share:
         """Give this process its share of the host: intra-op and inter-op threads, once. A repeat changes nothing.
@@ -110,8 +115,9 @@ class FetchWorker:
         """
         if self._set_up is None:
             self._reader = SourceReader(self.source)
-            os.environ.setdefault("LOADMASTER_LOCAL_RANK", str(self.fetcher))
-            os.environ.setdefault("LOADMASTER_LOCAL_SIZE", str(self.fetchers))
+            # Whatever this process has inherited: its parent may be a rank itself.
+            os.environ["LOADMASTER_LOCAL_RANK"] = str(self.fetcher)
+            os.environ["LOADMASTER_LOCAL_SIZE"] = str(self.fetchers)
             self._set_up = share()
             set_process_threads(self._set_up, inter_op=True)
         return self._set_up
@@ -129,6 +135,8 @@ class FetchWorker:
         dealt = deal(tensors, self.fetchers, can_split=False)
         mine = dealt.queues[self.fetcher]
         num_bytes = dealt.arena_bytes[self.fetcher]
+        while len(self._kept) > 1:  # the one before stays, and with the new one there are two
+            self._kept.pop(0).close()
         check_available(num_bytes, f"fetcher {self.fetcher}: the weights of version {version}")
         arena = SharedArena.create(num_bytes)
         report = FetcherReport(fetcher=self.fetcher, pid=os.getpid())
@@ -144,10 +152,7 @@ class FetchWorker:
             report.threads, report.why = now.threads, now.why
         finally:
             self.end()
-        for old in list(self._kept)[:-1]:
-            for kept in self._kept.pop(old):
-                kept.close()
-        self._kept.setdefault(version, []).append(arena)
+        self._kept.append(arena)
         here = arena.handle()
         handles = {
             name: Handle(here, place.offset, place.dtype, place.shape)
@@ -155,7 +160,8 @@ class FetchWorker:
             if place.arena == self.fetcher
         }
         report.tensors = len(handles)
-        return FetchedPart(version, handles, report)
+        digest = hashlib.blake2b(repr(tensors).encode(), digest_size=16).hexdigest()
+        return FetchedPart(version, handles, report, self.fetchers, digest)
 
     def begin(self, version: int | None) -> None:
         """Begin a version: claim this process's part of the host, and tell the source."""
