@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test: lint types ## the whole suite, as continuous integration runs it
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: $(INSTALLED) ## ruff
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,8 @@ def test_a_source_that_hangs_where_it_is_asked_first(orders: Orders) -> None:
         in_time(pool.close, lambda: None)
     finally:
         orders.sign("late")
+        # The next test takes the sign away: who waits for it has to see it before.
+        until(lambda: all(thread.name != "loadmaster-plan" for thread in threading.enumerate()))
     assert child_processes() == before
 
 

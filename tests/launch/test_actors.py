@@ -574,3 +574,12 @@ def test_natural_order_of_a_hundred_thousand_names_is_quick() -> None:
     started = time.perf_counter()
     assert sorted(sorted(names), key=_natural) == names
     assert time.perf_counter() - started < 10
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("versions", [(1, 2, 3, 4), (1, 1, 1)], ids=["four", "the same again"])
+def test_a_fetcher_keeps_the_memory_of_two_versions_and_no_more(lines: list[Line], versions: tuple[int, ...]) -> None:
+    for number, version in enumerate(versions, 1):
+        lines[0].ask("fetch", version)
+        maps = Path(f"/proc/{lines[0].process.pid}/maps").read_text()
+        assert maps.count("memfd:loadmaster-weights") == min(2, number)

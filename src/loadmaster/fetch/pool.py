@@ -115,6 +115,7 @@ class Job:
     failures: list[str] = field(default_factory=list)
     placed: int = 0
     plan_seconds: float = 0.0
+    restarted: bool = False
 
     def next_for(self, fetcher: int, alone: bool) -> int | None:
         """The next bundle of a fetcher: one that another one has failed, its own, or the last of the longest queue."""
@@ -542,8 +543,19 @@ class Pool:
         else:
             job.failures.append(cause)
         if job is self._job and not self._fetchers:
+            if fetcher.ready and not job.reports and not job.restarted:
+                self._restart(job)
+                return
             told = "; ".join(dict.fromkeys(job.failures))
             self._fail(job, FetchError(f"no fetcher is left to fetch version {job.version}: {told}"))
+
+    def _restart(self, job: Job) -> None:
+        """Start all fetchers anew, once: they have died before anything was done, most likely before the request."""
+        job.restarted = True
+        try:
+            self._start_missing()
+        except LoadmasterError as refused:
+            self._fail(job, refused)
 
     # The end of a job.
 

@@ -46,7 +46,7 @@ def _hooked(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         print("a word from a library\nand another one", file=sys.stderr)
     count = _preadv(descriptor, buffers, offset)
     if _action == "corrupt":
-        buffers[0][0] ^= 1
+        max(buffers, key=len)[0] ^= 1  # not a scale, whose last bit a narrower dtype does not have
     return count
 
 
