@@ -1,6 +1,6 @@
 """`loadmaster bench fetch`: our fetchers against the published way to bring weights into shared memory.
 
-    loadmaster      consumer --fetch--> fetchers, warmed by one fetch
+    loadmaster      consumer --fetch--> fetchers, warmed by three fetches
                              <--------- weights, each tensor looked up once
     as-published    consumer --keys---> ranks: get_tensor, copy_ into a segment of its own, for each tensor
                              <--names-- the consumer maps each segment
@@ -51,6 +51,9 @@ from loadmaster.observe.words import format_bytes
 from loadmaster.threads.importing import require_torch
 
 __all__ = ["KEPT", "OURS", "PUBLISHED", "FetchArmJob", "FetchDone", "bench_fetch", "fetch_arms", "fixed_arms", "panels"]
+
+WARMING = 3
+"""Fetches before the one that is measured: with memory that is kept, each fetcher comes to know more of it."""
 
 OURS, KEPT, PUBLISHED = "loadmaster", "loadmaster-kept", "as-published"
 
@@ -325,8 +328,9 @@ def fetch_in_consumer(job: FetchArmJob, context: RankContext) -> FetchDone:
     _end_in_order()
     keeps = job.arm.name == KEPT
     with Fetchers(CheckpointSource(job.path), job.procs, keep_memory=keeps) as fetchers:
-        with fetchers.fetch() as warm:
-            _look_up(warm)
+        for _ in range(WARMING):
+            with fetchers.fetch() as warm:
+                _look_up(warm)
         if not keeps:
             _touch_and_free(job.num_bytes)
         before = _num_descriptors()

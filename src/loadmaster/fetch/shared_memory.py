@@ -93,6 +93,7 @@ class SharedArena:
         except BaseException:
             os.close(descriptor)
             raise
+        self._reserved: set[tuple[int, int]] = set()
         self._finalizer = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
@@ -130,14 +131,14 @@ class SharedArena:
         return memoryview(self._mapping)[: self.num_bytes]
 
     def reserve(self, offset: int, num_bytes: int) -> None:
-        """Have the kernel give the memory of a range now. Ranges that are there already cost next to nothing.
+        """Have the kernel give the memory of a range now; once for each range, since it stays.
 
         Raises
         ------
         SharedMemoryError
             There is none; says how much was asked and how much there is.
         """
-        if num_bytes <= 0:
+        if num_bytes <= 0 or (offset, num_bytes) in self._reserved:
             return
         first = offset - offset % mmap.PAGESIZE
         length = offset + num_bytes - first
@@ -152,6 +153,7 @@ class SharedArena:
                 f"{format_bytes(self.num_bytes)} of shared memory were asked for, and the memory of the host is "
                 f"exhausted: {there} are left"
             ) from None
+        self._reserved.add((offset, num_bytes))
 
     def handle(self) -> ArenaHandle:
         """Return a handle to this arena that other processes can open while this one holds it."""
@@ -175,6 +177,7 @@ class SharedArena:
         except BufferError:
             return False
         self._mapping = _map(self.descriptor, self.num_bytes)
+        self._reserved.clear()
         return True
 
     def close(self) -> bool:
