@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from loadmaster.checkpoint.sharding import Shard
     from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
     from loadmaster.errors import LoadmasterError
+    from loadmaster.fetch.checkpoint_source import CheckpointSource
     from loadmaster.fetch.dcp import DcpSource
     from loadmaster.fetch.fetchers import Fetchers
-    from loadmaster.fetch.source import CheckpointSource
     from loadmaster.fetch.torchstore import TorchStoreSource
     from loadmaster.host import Host
     from loadmaster.observe.report import Report
@@ -85,7 +85,7 @@ __all__ = [
 _HOMES = {
     "BankLayout": "loadmaster.checkpoint.bank_layout",
     "Checkpoint": "loadmaster.checkpoint.folder",
-    "CheckpointSource": "loadmaster.fetch.source",
+    "CheckpointSource": "loadmaster.fetch.checkpoint_source",
     "DcpSource": "loadmaster.fetch.dcp",
     "Entry": "loadmaster.checkpoint.safetensors",
     "ExpertShard": "loadmaster.checkpoint.experts",

@@ -21,8 +21,8 @@ from checkpoint.helpers.waiting import in_time
 from launch.helpers.leftovers import child_processes, open_files, thread_names
 from loadmaster.checkpoint.dtypes import DTYPES, torch_dtype
 from loadmaster.errors import CheckpointError, FetchCancelledError, FetchError, InputError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.fetchers import Fetchers
-from loadmaster.fetch.source import CheckpointSource
 from loadmaster.host import host
 from loadmaster.share import plan_shares
 from loadmaster.share.lease import live_leases

@@ -11,8 +11,9 @@ import torch
 
 from checkpoint.helpers.files import assert_same, random_tensor, write_shards
 from loadmaster.errors import CheckpointError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.deal import deal
-from loadmaster.fetch.source import CheckpointSource, SourceReader
+from loadmaster.fetch.source import SourceReader
 
 TENSORS = {
     "matrix": random_tensor((50, 3), torch.float32, 1),

@@ -17,8 +17,8 @@ import torch
 from checkpoint.helpers.files import assert_all_same, assert_same, bits_of, random_tensor, write_file, write_shards
 from loadmaster.checkpoint.dtypes import DTYPES, torch_dtype
 from loadmaster.errors import CheckpointError, InputError, LoadmasterError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.source import (
-    CheckpointSource,
     Part,
     SourceEntry,
     SourceReader,

@@ -27,8 +27,8 @@ import torch
 
 from checkpoint.helpers.files import assert_all_same, random_tensor, write_file
 from loadmaster.errors import CheckpointError, FetchError, InputError, SharedMemoryError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.parts import _natural, weights_of
-from loadmaster.fetch.source import CheckpointSource
 from loadmaster.fetch.worker import FetchedPart
 from loadmaster.launch import actors as module
 from loadmaster.launch.actors import (

@@ -27,8 +27,9 @@ import torch
 from checkpoint.helpers.files import assert_all_same, random_tensor, write_file
 from launch.helpers.leftovers import alive_at_the_end, is_alive
 from loadmaster.errors import FetchError, InputError, MissingDependencyError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.parts import weights_of
-from loadmaster.fetch.source import CheckpointSource, SourceEntry
+from loadmaster.fetch.source import SourceEntry
 from loadmaster.launch import monarch
 from loadmaster.launch.actors import ActorFetchers
 
@@ -370,7 +371,7 @@ def test_a_wrong_request_starts_nothing(procs: Any) -> None:
     code = (
         "import sys; from loadmaster.launch.monarch import spawn_fetchers\n"
         "from loadmaster.errors import InputError\n"
-        "from loadmaster.fetch.source import CheckpointSource\n"
+        "from loadmaster.fetch.checkpoint_source import CheckpointSource\n"
         f"try: spawn_fetchers(CheckpointSource('x'), {procs!r})\n"
         "except InputError as error: print(error)"
     )

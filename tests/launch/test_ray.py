@@ -27,7 +27,7 @@ from launch.test_monarch import (
 )
 from launch.test_monarch import tell as tell
 from loadmaster.errors import MissingDependencyError
-from loadmaster.fetch.source import CheckpointSource
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.launch import ray as module
 
 needs_ray = pytest.mark.skipif(
@@ -106,7 +106,7 @@ def test_ray_that_is_not_connected_is_a_sentence() -> None:
     code = (
         "from loadmaster.launch.ray import spawn_fetchers\n"
         "from loadmaster.errors import InputError\n"
-        "from loadmaster.fetch.source import CheckpointSource\n"
+        "from loadmaster.fetch.checkpoint_source import CheckpointSource\n"
         "try: spawn_fetchers(CheckpointSource('x'), 2)\n"
         "except InputError as error: print(error)"
     )

@@ -41,8 +41,8 @@ from loadmaster.checkpoint.load import place
 from loadmaster.checkpoint.memory import Arena
 from loadmaster.checkpoint.verify import verify_placements
 from loadmaster.errors import InputError, RankError
+from loadmaster.fetch.checkpoint_source import CheckpointSource
 from loadmaster.fetch.fetchers import DEFAULT_PROCS, Fetchers
-from loadmaster.fetch.source import CheckpointSource
 from loadmaster.fetch.weights import Weights
 from loadmaster.host import host
 from loadmaster.launch.rank import RankContext

@@ -41,9 +41,10 @@ def fetch(
 ) -> None:
     """Fetch SOURCE into shared memory with N processes, each with its share of the CPUs, and say what they did."""
     from loadmaster.errors import LoadmasterError
+    from loadmaster.fetch.checkpoint_source import CheckpointSource
     from loadmaster.fetch.dcp import DcpSource, is_dcp
     from loadmaster.fetch.fetchers import Fetchers
-    from loadmaster.fetch.source import CheckpointSource, with_version
+    from loadmaster.fetch.source import with_version
     from loadmaster.fetch.verify import verify_weights
     from loadmaster.observe.progress import progress_display
     from loadmaster.threads.importing import require_torch
