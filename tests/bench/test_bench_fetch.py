@@ -188,9 +188,10 @@ def test_a_rank_that_is_killed_ends_the_bench_and_leaves_no_segment(
     arms = ["--arms", "as-published-1", "--repeat", 1, "--json"]
     done = command(checkpoint, "--procs", 2, *arms, environment=hooked(tmp_path, "kill"))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "loadmaster: as-published-1: the consumer: rank 1 was killed by SIGKILL, possibly out of memory; "
-        "the other rank was stopped\n"
+    assert re.fullmatch(  # what the resource tracker writes comes in time or not
+        r"loadmaster: as-published-1: the consumer: rank 1 was killed by SIGKILL, possibly out of memory; "
+        r"(its output is in \S+; )?the other rank was stopped\n",
+        done.stderr,
     )
     assert alive_at_the_end(map(int, (tmp_path / "rank1").read_text().split()), seconds=0) == []
 

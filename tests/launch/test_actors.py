@@ -521,7 +521,7 @@ def test_fetchers_fetch_version_after_version_and_end_their_processes(lines: lis
                 fetchers.fetch(3)
 
         asyncio.run(both())
-    assert [line.process.poll() for line in lines] == [-signal.SIGTERM] * FETCHERS
+    assert [line.process.wait(10) for line in lines] == [-signal.SIGTERM] * FETCHERS
     fetchers.close()
     with pytest.raises(FetchError, match="these fetchers are closed"):
         fetchers.fetch(1)

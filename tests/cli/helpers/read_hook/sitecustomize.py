@@ -1,7 +1,7 @@
 """Makes something happen in the middle of a load, and not a moment earlier or later than a test needs it.
 
 Python runs this file when it starts with the folder on its path. In a rank that has an action, the second
-``os.preadv`` finds what the action has done:
+``os.preadv`` (or the READ_HOOK_CALL-th) finds what the action has done:
 
     truncate   the file that is being read has lost its second half
     kill       the process is killed, as the kernel does when memory is exhausted
@@ -29,7 +29,7 @@ _calls = 0
 def _hooked(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     global _calls
     _calls += 1
-    if _calls != 2:
+    if _calls != int(os.environ.get("READ_HOOK_CALL", "2")):
         return _preadv(descriptor, buffers, offset)
     folder = Path(os.environ["READ_HOOK_FOLDER"])
     (folder / f"rank{_rank}.partial").write_text(str(os.getpid()))
