@@ -477,3 +477,21 @@ def test_a_large_source_reaches_fetchers_that_start_slowly(
     source.payload = b"x" * (4 << 20)  # type: ignore[attr-defined]
     with Fetchers(source, 1) as pool, fetch(pool, 2, seconds=40) as weights:
         check_weights(weights, 2)
+
+
+class AsksForTheCollector:
+    """Tells whether garbage is collected while a source is asked, which may take long."""
+
+    def names(self, version: int | None) -> list[str]:
+        raise InputError(f"the collector is {'on' if gc.isenabled() else 'off'}")
+
+    def entry(self, name: str) -> object:
+        raise NotImplementedError
+
+    def get(self, name: str) -> object:
+        raise NotImplementedError
+
+
+def test_the_collector_of_the_consumer_goes_on_while_a_source_is_asked() -> None:
+    with Fetchers(AsksForTheCollector(), 1) as fetchers, pytest.raises(InputError, match="the collector is on"):
+        fetchers.fetch()

@@ -359,9 +359,9 @@ class Pool:
             with self._planning:  # one version at a time: a source remembers which one it is at
                 if job.future.done():
                     return
-                reader = self._reader
+                tensors = self._reader.tensors(job.version)  # may take its time: the collector is not kept still for it
                 with paused_garbage_collection():
-                    dealt = deal(reader.tensors(job.version), self._procs, can_split(reader))
+                    dealt = deal(tensors, self._procs, can_split(self._reader))
         except BaseException as error:
             failure = error if isinstance(error, LoadmasterError) else _unexpected("the source failed", error)
             self._tell(lambda: self._fail(job, failure))
