@@ -28,12 +28,13 @@ from loadmaster.share import share
 
 if TYPE_CHECKING:
     from loadmaster.checkpoint.bank_layout import BankLayout
-    from loadmaster.checkpoint.experts import ExpertShard, load_experts
+    from loadmaster.checkpoint.expert_plan import ExpertShard
+    from loadmaster.checkpoint.experts import load_experts
     from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
     from loadmaster.checkpoint.load import iter_tensors, load
     from loadmaster.checkpoint.placement import Move, Placement
-    from loadmaster.checkpoint.safetensors import Entry
     from loadmaster.checkpoint.sharding import Shard
+    from loadmaster.checkpoint.table import Entry
     from loadmaster.checkpoint.tensor_parallel import TensorParallelPlan
     from loadmaster.errors import LoadmasterError
     from loadmaster.fetch.checkpoint_source import CheckpointSource
@@ -87,8 +88,8 @@ _HOMES = {
     "Checkpoint": "loadmaster.checkpoint.folder",
     "CheckpointSource": "loadmaster.fetch.checkpoint_source",
     "DcpSource": "loadmaster.fetch.dcp",
-    "Entry": "loadmaster.checkpoint.safetensors",
-    "ExpertShard": "loadmaster.checkpoint.experts",
+    "Entry": "loadmaster.checkpoint.table",
+    "ExpertShard": "loadmaster.checkpoint.expert_plan",
     "Fetchers": "loadmaster.fetch.fetchers",
     "Host": "loadmaster.host",
     "Lease": "loadmaster.share.lease",

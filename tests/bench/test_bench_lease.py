@@ -16,7 +16,7 @@ from loadmaster.bench import lease as bench
 from loadmaster.bench.lease import bench_lease, uneven_parts
 from loadmaster.checkpoint.folder import open_checkpoint
 from loadmaster.checkpoint.placement import Placement, place_whole
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.errors import LoadmasterError
 from loadmaster.share.lease import live_leases
 

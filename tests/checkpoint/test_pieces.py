@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loadmaster.checkpoint import pieces, vectored
 from loadmaster.checkpoint.folder import open_checkpoint
-from loadmaster.checkpoint.pieces import Piece, plan_dealt, plan_pieces, plan_runs
+from loadmaster.checkpoint.pieces import Piece, Reads, plan_dealt, plan_pieces, plan_runs
 from loadmaster.checkpoint.placement import Placement, Run, place_whole
 from loadmaster.checkpoint.reader import read_pieces
 from loadmaster.checkpoint.target import new_memory
@@ -23,11 +23,18 @@ from .helpers.files import assert_same, described, library_tensors, write_file, 
 from .helpers.headers import Pairs, dump
 
 
+def stretches(piece: Piece) -> list[tuple[memoryview, int, int]]:
+    """The memory that a plain piece fills."""
+    assert piece.vectors is not None
+    buffers, *columns = piece.vectors
+    return [(buffers[number], int(start), int(stop)) for number, start, stop in zip(*columns, strict=True)]
+
+
 def spans(piece: Piece) -> Iterator[tuple[int, int, int, int]]:
     """What a piece moves: (offset in the file, buffer, offset in the buffer, bytes) of each stretch."""
     if piece.run is None:
         position = piece.offset
-        for buffer, start, stop in piece.vectors:
+        for buffer, start, stop in stretches(piece):
             if buffer is not pieces.GAP:
                 yield position, id(buffer), start, stop - start
             position += stop - start
@@ -64,7 +71,8 @@ def test_pieces_move_every_byte_once_in_file_order(
     for piece in planned:
         assert sum(size for *_, size in spans(piece)) == piece.num_bytes
         assert piece.num_bytes <= piece_bytes or piece.run is not None
-        assert len(piece.vectors) <= vectored.MAX_VECTORS
+        assert piece.vectors is None or len(piece.vectors.start) <= vectored.MAX_VECTORS
+        assert piece.length == max(source + size for source, *_, size in spans(piece)) - piece.offset
         for source, buffer, target, size in spans(piece):
             assert buffer == id(destinations.buffers[0])
             moved.update((piece.file, source + number, target + number) for number in range(size))
@@ -88,7 +96,7 @@ def test_small_neighbours_share_a_call_and_long_ones_are_cut(
     tensors, destinations = new_memory(placements)
     planned = plan_pieces(placements, destinations, 1 << 20)
     assert len(planned) < 3 + 2 + 10
-    assert max(len(piece.vectors) for piece in planned) <= vectored.MAX_VECTORS
+    assert max(len(stretches(piece)) for piece in planned) <= vectored.MAX_VECTORS
     assert max(piece.num_bytes for piece in planned) <= 1 << 20
     read_pieces(planned, checkpoint.files, 2)
     for name, wanted in library_tensors(*map(Path, checkpoint.files)).items():
@@ -142,7 +150,7 @@ def test_dealt_pieces_read_each_byte_once_and_fit_the_scratch(
     position, moved = source, []
     for piece in planned:
         assert piece.run is not None
-        assert (piece.file, piece.offset, piece.vectors, piece.dtypes) == ("file", position, [], None)
+        assert (piece.file, piece.offset, piece.vectors, piece.dtypes) == ("file", position, None, None)
         assert piece.buffer is memory
         assert piece.num_bytes <= max(scratch, turns * num_bytes)
         assert piece.num_bytes == piece.run.num_runs * turns * num_bytes
@@ -160,7 +168,7 @@ def test_runs_and_other_pieces_come_in_file_order() -> None:
     dealt = [*plan_dealt("b", Run(0, 8, 40, 4, 4, 1), [44], memory)]
     dealt += plan_dealt("a", Run(40, 8, 0, 4, 4, 5), [20], memory)
     reads = [("b", 8, 6, 0, 400), ("a", 80, 3, 0, 200), ("b", 14, 4, 0, 406)]
-    planned = plan_runs(reads, [("a", Run(0, 10, 0, 5, 5, 4), 0, 500)], [memory], others=dealt)
+    planned = plan_runs(Reads.of(reads), [("a", Run(0, 10, 0, 5, 5, 4), 0, 500)], [memory], others=dealt)
     assert [(piece.file, piece.offset, piece.num_bytes) for piece in planned] == [
         ("a", 0, 20),
         ("a", 40, 40),
@@ -168,21 +176,27 @@ def test_runs_and_other_pieces_come_in_file_order() -> None:
         ("b", 0, 8),
         ("b", 8, 10),
     ]
-    assert planned[-1].vectors == [(memory, 400, 410)]  # neighbours in the file and in memory
+    assert stretches(planned[-1]) == [(memory, 400, 406), (memory, 406, 410)]
 
 
 def test_small_gaps_are_read_along_and_not_counted() -> None:
     memory, other = memoryview(bytearray(1000)), memoryview(bytearray(1000))
     wide = pieces.GAP_BYTES
     reads = [("a", 0, 8, 0, 0), ("a", 12, 4, 1, 0), ("a", 16 + wide, 4, 0, 8), ("a", 21 + 2 * wide, 4, 0, 12)]
-    first, second = plan_runs([*reads, ("b", 25 + 2 * wide, 4, 0, 16)], [], [memory, other])[:2]
-    assert first.vectors == [(memory, 0, 8), (pieces.GAP, 0, 4), (other, 0, 4), (pieces.GAP, 0, wide), (memory, 8, 12)]
-    assert (first.num_bytes, second.vectors, second.num_bytes) == (16, [(memory, 12, 16)], 4)
+    first, second = plan_runs(Reads.of([*reads, ("b", 25 + 2 * wide, 4, 0, 16)]), [], [memory, other])[:2]
+    assert stretches(first) == [
+        (memory, 0, 8),
+        (pieces.GAP, 0, 4),
+        (other, 0, 4),
+        (pieces.GAP, 0, wide),
+        (memory, 8, 12),
+    ]
+    assert (first.num_bytes, stretches(second), second.num_bytes) == (16, [(memory, 12, 16)], 4)
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 11, 12, 13])
 def test_no_piece_ends_with_a_gap(piece_bytes: int) -> None:
     memory = memoryview(bytearray(100))
-    planned = plan_runs([("a", 0, 8, 0, 0), ("a", 12, 4, 0, 8)], [], [memory], piece_bytes)
-    assert [piece.vectors[-1][0] is pieces.GAP for piece in planned] == [False] * len(planned)
+    planned = plan_runs(Reads.of([("a", 0, 8, 0, 0), ("a", 12, 4, 0, 8)]), [], [memory], piece_bytes)
+    assert [stretches(piece)[-1][0] is pieces.GAP for piece in planned] == [False] * len(planned)
     assert sum(piece.num_bytes for piece in planned) == 12

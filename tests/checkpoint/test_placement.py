@@ -17,7 +17,7 @@ from loadmaster.checkpoint.placement import (
     place_whole,
     runs_of,
 )
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.errors import PlacementError
 
 from .helpers.files import random_bytes

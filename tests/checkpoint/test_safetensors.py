@@ -18,7 +18,8 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import save_file
 
 from loadmaster.checkpoint.folder import open_checkpoint
-from loadmaster.checkpoint.safetensors import MAX_HEADER_BYTES, FileIdentity, _parse_any, _parse_plain, read_header
+from loadmaster.checkpoint.plain_header import parse_plain
+from loadmaster.checkpoint.safetensors import MAX_HEADER_BYTES, FileIdentity, _parse_any, read_header
 from loadmaster.errors import CheckpointError
 
 from .helpers.files import described, random_tensor, write_file, write_raw
@@ -58,12 +59,12 @@ def check_against_library(path: Path) -> bool:
         return False
     header = read_header(path)
     rows, metadata, _ = library
-    assert {entry.name: (entry.dtype, entry.shape) for entry in header.entries} == rows
+    assert {entry.name: (entry.dtype, entry.shape) for entry in header.tensors.entries()} == rows
     assert header.metadata == metadata
     whole = path.read_bytes()
     data = {name: bytes(info["data"]) for name, info in deserialize(whole)}
     end = 8 + struct.unpack("<Q", whole[:8])[0]
-    for entry in header.entries:
+    for entry in header.tensors.entries():
         assert entry.file == str(path)
         assert whole[entry.offset : entry.offset + entry.num_bytes] == data[entry.name]
         assert entry.num_bytes == len(data[entry.name])
@@ -182,7 +183,7 @@ def test_every_dtype_of_the_library_opens_as_it_says(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = write_file(tmp_path / "all.safetensors", {str(dtype): random_tensor((2, 4), dtype) for dtype in dtypes})
     assert check_against_library(path)
-    assert len(read_header(path).entries) == len(dtypes)
+    assert len(read_header(path).tensors) == len(dtypes)
 
 
 # The deliberate differences of the module's docstring, one by one.
@@ -354,7 +355,7 @@ def test_storage_shape_counts_two_four_bit_elements_as_one(tmp_path: Path) -> No
         ("scalar", described("F32", [], 18, 22)),
     )
     path = write_raw(tmp_path / "shapes.safetensors", header, bytes(22))
-    shapes = {entry.name: entry.storage_shape for entry in read_header(path).entries}
+    shapes = {entry.name: entry.storage_shape for entry in read_header(path).tensors.entries()}
     assert shapes == {"four": (2, 3), "eight": (2, 6), "scalar": ()}
 
 
@@ -363,9 +364,9 @@ def test_storage_shape_counts_two_four_bit_elements_as_one(tmp_path: Path) -> No
 def test_a_header_as_writers_write_it_is_read_as_any_other(random: Random) -> None:
     """The quick way says nothing, or what the thorough one says."""
     for model in (right_model(random), mutated_model(random)):
-        quick = _parse_plain("file", model.text)
+        quick = parse_plain("file", model.text)
         if quick is not None:
-            assert quick == _parse_any("file", model.text)
+            assert (quick[0].entries(), quick[1]) == _parse_any("file", model.text)
 
 
 def test_what_writers_write_is_read_the_quick_way(tmp_path: Path) -> None:
@@ -373,5 +374,5 @@ def test_what_writers_write_is_read_the_quick_way(tmp_path: Path) -> None:
     save_file({"a": random_tensor((2, 3)), "b": random_tensor(())}, path, {"k": "v"})
     raw = path.read_bytes()
     text = raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]]
-    entries, metadata = _parse_plain(str(path), text) or pytest.fail("the thorough way would be taken")
-    assert ([entry.name for entry in entries], metadata) == (["a", "b"], {"k": "v"})
+    tensors, metadata = parse_plain(str(path), text) or pytest.fail("the thorough way would be taken")
+    assert (tensors.names.tolist(), metadata) == (["a", "b"], {"k": "v"})

@@ -19,10 +19,11 @@ from loadmaster.bench.load import END, SECONDS, Arm, ArmJob, ArmRank, choose_arm
 from loadmaster.bench.record import BenchRecord
 from loadmaster.checkpoint.bank_layout import EXPERTS, Bank, BankLayout
 from loadmaster.checkpoint.dtypes import import_torch, torch_dtype
-from loadmaster.checkpoint.experts import BanksPlan, load_experts_of_rank, plan_banks
+from loadmaster.checkpoint.expert_plan import BanksPlan, plan_banks
+from loadmaster.checkpoint.experts import load_experts_of_rank
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.checkpoint.verify import verify_banks
 from loadmaster.host import host
 from loadmaster.launch.load import LoadSettings

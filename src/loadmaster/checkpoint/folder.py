@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.safetensors import Entry, FileHeader, read_header
+import numpy as np
+
+from loadmaster.checkpoint.safetensors import FileHeader, read_header
+from loadmaster.checkpoint.table import Entry, TensorTable
+from loadmaster.checkpoint.weight_index import WeightMap, check_index, parse_index
 from loadmaster.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,21 +42,22 @@ class Checkpoint(Mapping[str, Entry]):
         Its files, in order, each with what it was when its header was read.
     config : dict
         The ``config.json`` beside them, empty where there is none.
+    tables : tuple of TensorTable
+        The tensors of each file, for plans that take all of them at once.
     """
 
     def __init__(self, path: str, headers: Mapping[str, FileHeader], config: dict[str, Any]) -> None:
         self.path = path
         self.files = {file: header.identity for file, header in headers.items()}
         self.config = config
-        self._entries: dict[str, Entry] = {}
-        for file, header in headers.items():
-            before = len(self._entries)
-            entries = {entry.name: entry for entry in header.entries}
-            twice = self._entries.keys() & entries.keys() if before else ()
-            for name in sorted(twice):
-                first = self._entries[name].file
-                raise CheckpointError(f"{path}: tensor {name!r} is in two files, {first} and {file}")
-            self._entries.update(entries)
+        self.tables = tuple(header.tensors for header in headers.values())
+        _check_distinct(path, self.tables)
+
+    @functools.cached_property
+    def _entries(self) -> dict[str, Entry]:
+        """An object for each tensor, made when they are first asked for: plans go by the tables."""
+        with paused_garbage_collection():
+            return {entry.name: entry for table in self.tables for entry in table.entries()}
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
@@ -60,7 +66,7 @@ class Checkpoint(Mapping[str, Entry]):
         return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self.tables))
 
     def items(self) -> ItemsView[str, Entry]:
         """Names and entries; the base class looks each one up, which costs more than what is done with it."""
@@ -76,13 +82,14 @@ class Checkpoint(Mapping[str, Entry]):
     def subset(self, keep: Callable[[str], bool]) -> Checkpoint:
         """Return the same checkpoint with those tensors alone whose names ``keep`` wants."""
         part = copy.copy(self)
-        part._entries = {name: entry for name, entry in self._entries.items() if keep(name)}
+        part.__dict__.pop("_entries", None)
+        part.tables = tuple(table.take(np.array([keep(name) for name in table.names], bool)) for table in self.tables)
         return part
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(entry.num_bytes for entry in self._entries.values())
+        return sum(int(table.num_bytes.sum()) for table in self.tables)
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into new memory."""
@@ -103,6 +110,19 @@ class Checkpoint(Mapping[str, Entry]):
         if name not in self:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return read_slice(self, self[name], slices)
+
+
+def _check_distinct(path: str, tables: Sequence[TensorTable]) -> None:
+    """Refuse a name that is in two files; within a file names are distinct."""
+    hashes = np.sort(np.concatenate([table.names.hashes for table in tables]))
+    if np.all(hashes[1:] != hashes[:-1]):
+        return
+    seen: dict[str, str] = {}
+    for table in tables:
+        names = table.names.tolist()
+        for name in sorted(seen.keys() & set(names)):
+            raise CheckpointError(f"{path}: tensor {name!r} is in two files, {seen[name]} and {table.file}")
+        seen.update(dict.fromkeys(names, table.file))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -128,12 +148,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not stat.S_ISDIR(mode):
             return _open_file(place)
         index = place / INDEX_NAME
-        weight_map = _read_index(index) if _is_listed(index) else None
+        weight_map = parse_index(index, _read_regular(index)) if _is_listed(index) else None
         files = _files_of_index(index, weight_map) if weight_map is not None else _files_of_folder(place)
         headers = {os.fspath(file): read_header(file) for file in files}
         checkpoint = Checkpoint(os.fspath(place), headers, _read_config(place))
         if weight_map is not None:
-            _check_index(checkpoint, index, weight_map)
+            check_index(weight_map, {table.file: table for table in checkpoint.tables}, index)
         return checkpoint
 
 
@@ -174,65 +194,35 @@ def _open_file(file: Path) -> Checkpoint:
     return Checkpoint(os.fspath(file), {os.fspath(file): read_header(file)}, _read_config(file.parent))
 
 
-def _read_json(path: Path) -> Any:
+def _read_regular(path: Path) -> bytes:
     mode = _mode(path)
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path} is {'not a regular file' if mode else 'a link to a file that is missing'}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes()
     except OSError as refused:
         raise CheckpointError(f"{path} cannot be read: {refused.strerror or refused}") from None
-    except (ValueError, RecursionError) as broken:
-        raise CheckpointError(f"{path} is not valid JSON: {broken}") from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not _is_listed(path):
         return {}
-    config = _read_json(path)
+    try:
+        config = json.loads(_read_regular(path).decode("utf-8"))
+    except (ValueError, RecursionError) as broken:
+        raise CheckpointError(f"{path} is not valid JSON: {broken}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return config
 
 
-def _read_index(index: Path) -> dict[str, str]:
-    """Return the index's map of tensor name to file name, each checked to stay inside the folder."""
-    document = _read_json(index)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map of tensor names to files")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{index}: tensor {name!r} has {file!r} where a file name is needed")
-    outside = {file for file in set(weight_map.values()) if _leads_outside(file)}
-    if outside:
-        name, file = next(item for item in weight_map.items() if item[1] in outside)
-        raise CheckpointError(f"{index}: tensor {name!r} points outside the folder, to {file!r}")
-    return weight_map
-
-
-def _leads_outside(file: str) -> bool:
-    path = PurePosixPath(file)
-    return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file
-
-
-def _files_of_index(index: Path, weight_map: dict[str, str]) -> list[Path]:
-    files = [index.parent / file for file in sorted(set(weight_map.values()))]
+def _files_of_index(index: Path, weight_map: WeightMap) -> list[Path]:
+    files = [index.parent / file for file in sorted(weight_map.files)]
     for file in files:
         if not _mode(file):
             raise CheckpointError(f"{index} names the file {file.name}, which is missing")
     return files
-
-
-def _check_index(checkpoint: Checkpoint, index: Path, weight_map: dict[str, str]) -> None:
-    paths = {file: os.fspath(index.parent / file) for file in set(weight_map.values())}
-    files = {name: entry.file for name, entry in checkpoint.items()}
-    for name, file in weight_map.items():
-        if files.get(name) is not paths[file] and files.get(name) != paths[file]:
-            if name not in files:
-                raise CheckpointError(f"{index} names the tensor {name!r} in {file}, which does not hold it")
-            raise CheckpointError(f"{index} names the tensor {name!r} in {file}, and it is in {files[name]}")
 
 
 def _files_of_folder(folder: Path) -> list[Path]:

@@ -15,8 +15,8 @@ from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_gar
 from loadmaster.checkpoint.pieces import plan_pieces
 from loadmaster.checkpoint.placement import Move, Placement, check_placements, place_whole
 from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse, read_pieces
-from loadmaster.checkpoint.safetensors import Entry
 from loadmaster.checkpoint.sharding import Shard, place_shard
+from loadmaster.checkpoint.table import Entry
 from loadmaster.checkpoint.target import Target, new_memory, target_of
 from loadmaster.errors import InputError, PlacementError
 from loadmaster.observe.memory import peak_rss

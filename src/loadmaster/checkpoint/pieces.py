@@ -5,18 +5,28 @@ whole tensors, blocks of rows   neighbours of a file joined, also over small    
 columns                         as many rows as span a piece                     strided    run, buffer
 interleaved rows                what fits the scratch, read once for all         dealt      run, buffer, also
 another dtype                   what fits the scratch                            converted  run, buffer, dtypes
+
+Plain reads, of which a load has up to 100,000, are a table (`Reads`) and are joined and cut all at once; the memory of
+a piece is looked up when a thread reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from loadmaster.checkpoint.dtypes import item_bytes
 from loadmaster.checkpoint.placement import Placement, Run, runs_of
 from loadmaster.checkpoint.vectored import MAX_VECTORS, SCRATCH_BYTES
 
-__all__ = ["Destinations", "Piece", "PlacedRun", "plan_dealt", "plan_pieces", "plan_runs"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+
+__all__ = ["Destinations", "Piece", "PlacedRun", "Read", "Reads", "Vectors", "plan_dealt", "plan_pieces", "plan_runs"]
 
 PIECE_BYTES = 8 << 20
 """The most that one piece reads: large enough that a system call costs nothing, small enough to balance and to stop."""
@@ -32,18 +42,65 @@ class Destinations(NamedTuple):
     offsets: Sequence[int]
 
 
+Read = tuple[str, int, int, int, int]
+"""Bytes of a file that go to one place: file, offset, number of bytes, number of the buffer and byte in it."""
+
+
+class Reads(NamedTuple):
+    """Bytes of files that each go to one place, as columns (int64 arrays).
+
+    Read ``i`` takes ``num_bytes[i]`` from ``offset[i]`` of ``files[file[i]]`` to byte ``target[i]`` of the buffer
+    ``buffer[i]``.
+    """
+
+    files: Sequence[str]
+    file: Integers
+    offset: Integers
+    num_bytes: Integers
+    buffer: Integers
+    target: Integers
+
+    @classmethod
+    def of(cls, reads: Iterable[Read]) -> Reads:
+        """Make columns of rows."""
+        files: dict[str, int] = {}
+        rows = [(files.setdefault(file, len(files)), *numbers) for file, *numbers in reads]
+        return cls(list(files), *np.array(rows, np.int64).reshape(-1, 5).T)
+
+    def take(self, rows: Integers | NDArray[np.bool_]) -> Reads:
+        """Those of ``rows``, numbers or a mask."""
+        return Reads(self.files, *(column[rows] for column in self[1:]))
+
+
+class Vectors(NamedTuple):
+    """The memory that a plain piece fills, one stretch behind the other: columns, and the buffers that they number."""
+
+    buffers: Sequence[memoryview]
+    buffer: Integers
+    start: Integers
+    stop: Integers
+
+    def views(self) -> list[memoryview]:
+        """The stretches themselves."""
+        buffers = self.buffers
+        columns = zip(self.buffer.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        return [buffers[number][start:stop] for number, start, stop in columns]
+
+
 class Piece(NamedTuple):
     """A bounded part of one file that one thread reads in one go.
 
-    ``num_bytes`` are those placed. ``run.target`` is absolute in the buffers here. A plain read of neighbours has
-    ``vectors``; a strided or converted one has its ``run`` and ``buffer``. A dealt one is whole in the file: its rows
-    go in turns to ``run.target`` and to the targets in ``also``, and ``run`` describes those of the first.
+    ``length`` are the bytes of the file from the first to the last; ``num_bytes`` are those placed. ``run.target`` is
+    absolute in the buffers here. A plain read of neighbours has ``vectors``; a strided or converted one has its ``run``
+    and ``buffer``. A dealt one is whole in the file: its rows go in turns to ``run.target`` and to the targets in
+    ``also``, and ``run`` describes those of the first.
     """
 
     file: str
     offset: int
+    length: int
     num_bytes: int
-    vectors: list[tuple[memoryview, int, int]]
+    vectors: Vectors | None = None
     run: Run | None = None
     buffer: memoryview | None = None
     dtypes: tuple[str, str] | None = None
@@ -67,33 +124,30 @@ def plan_pieces(
                 reads.append((file, run.source, run.num_bytes, number, begin + run.target))
             else:
                 strided.append((file, run, number, begin))
-    return plan_runs(reads, strided, destinations.buffers, piece_bytes, pieces)
+    return plan_runs(Reads.of(reads), strided, destinations.buffers, piece_bytes, pieces)
 
-
-Read = tuple[str, int, int, int, int]
-"""Bytes of a file that go to one place: file, offset, number of bytes, number of the buffer and byte in it."""
 
 PlacedRun = tuple[str, Run, int, int]
 """A file, a run in it, and the number of the buffer and the byte in it at which the run's tensor begins."""
 
 
 def plan_runs(
-    reads: Iterable[Read],
+    reads: Reads,
     strided: Iterable[PlacedRun],
     buffers: Sequence[memoryview],
     piece_bytes: int = PIECE_BYTES,
     others: Sequence[Piece] = (),
 ) -> list[Piece]:
     """Cut reads and strided runs into pieces in file order, with ``others`` among them; see `plan_pieces`."""
-    reads = list(reads)
     pieces = list(others)
+    single: list[Read] = []
     for file, run, number, begin in strided:
         if run.num_bytes >= DIRECT_RUN_BYTES:
-            reads += _single_runs(file, run, number, begin)
+            single += _single_runs(file, run, number, begin)
         else:
             pieces += _strided_pieces(file, run, buffers[number], begin, piece_bytes)
-    reads.sort()
-    pieces += _join_neighbours(reads, buffers, piece_bytes)
+    for table in (reads, Reads.of(single)):
+        pieces += _plain_pieces(table, buffers, piece_bytes)
     pieces.sort(key=lambda piece: piece[:2])
     return pieces
 
@@ -112,47 +166,63 @@ GAP = memoryview(bytearray(GAP_BYTES))
 """Where the bytes of gaps go, those of all threads; nobody looks at them."""
 
 
-def _join_neighbours(reads: list[Read], buffers: Sequence[memoryview], piece_bytes: int) -> list[Piece]:
+def _plain_pieces(reads: Reads, buffers: Sequence[memoryview], piece_bytes: int) -> Iterator[Piece]:
     """Join reads that follow each other in a file, up to ``piece_bytes``; cut those that are longer."""
-    pieces: list[Piece] = []
-    vectors: list[tuple[memoryview, int, int]] = []
-    file, start, position = "", 0, -1
-    for read_file, offset, size, number, target in reads:
-        buffer = buffers[number]
-        gap, room = offset - position, piece_bytes - (position - start)
-        if read_file != file or not 0 <= gap <= GAP_BYTES or len(vectors) >= MAX_VECTORS - 1 or (gap and gap >= room):
-            _close_piece(pieces, file, start, position, vectors)
-            file, start, position, vectors = read_file, offset, offset, []
-        elif gap:
-            vectors.append((GAP, 0, gap))
-            position = offset
-        if size <= piece_bytes - (position - start) and not (vectors and vectors[-1][2] == target):  # nearly always
-            vectors.append((buffer, target, target + size))
-            position += size
-            continue
-        while size:
-            room = piece_bytes - (position - start)
-            if room <= 0:
-                _close_piece(pieces, file, start, position, vectors)
-                start, vectors, room = position, [], piece_bytes
-            taken = min(size, room)
-            if vectors and vectors[-1][0] is buffer and vectors[-1][2] == target:
-                vectors[-1] = (buffer, vectors[-1][1], target + taken)
-            else:
-                vectors.append((buffer, target, target + taken))
-            position += taken
-            target += taken
-            size -= taken
-    _close_piece(pieces, file, start, position, vectors)
-    return pieces
+    reads = reads.take(reads.num_bytes > 0)
+    if not len(reads.file):
+        return
+    names = np.argsort(np.argsort(np.array(reads.files)))
+    reads = reads.take(np.lexsort((reads.target, reads.offset, names[reads.file])))
+    gap = reads.offset[1:] - (reads.offset + reads.num_bytes)[:-1]
+    apart = (reads.file[1:] != reads.file[:-1]) | (gap < 0) | (gap > GAP_BYTES)
+    stretch = np.cumsum(np.append(False, apart))
+    first = np.flatnonzero(np.append(True, apart))
+    vector = np.arange(len(stretch)) + np.cumsum(np.append(0, gap > 0) * np.append(1, ~apart))
+    crowd = (vector - vector[first][stretch]) // MAX_VECTORS
+    row, block, reads = _cut(reads, reads.offset - reads.offset[first][stretch], piece_bytes)
+    key = np.stack([stretch[row], crowd[row], block])
+    new = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0))
+    piece = np.cumsum(new) - 1
+    ends = reads.offset + reads.num_bytes
+    firsts = np.flatnonzero(new)
+    lasts = np.append(firsts[1:], len(new)) - 1
+    placed = np.add.reduceat(reads.num_bytes, firsts)
+    vectors = _with_gaps(reads, piece)
+    borders = np.searchsorted(vectors[0], np.arange(len(firsts) + 1))
+    with_gap = (*buffers, GAP)  # number -1
+    columns = (reads.file[firsts], reads.offset[firsts], ends[lasts] - reads.offset[firsts], placed)
+    rows = zip(*(column.tolist() for column in columns), borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+    for file, offset, length, num_bytes, begin, end in rows:
+        part = Vectors(with_gap, *(column[begin:end] for column in vectors[1:]))
+        yield Piece(reads.files[file], offset, length, num_bytes, part)
 
 
-def _close_piece(
-    pieces: list[Piece], file: str, start: int, end: int, vectors: list[tuple[memoryview, int, int]]
-) -> None:
-    if vectors:
-        gaps = sum(stop for buffer, _, stop in vectors if buffer is GAP)
-        pieces.append(Piece(file, start, end - start - gaps, vectors))
+def _cut(reads: Reads, position: Integers, piece_bytes: int) -> tuple[Integers, Integers, Reads]:
+    """Cut reads, each at ``position`` of its stretch, at the multiples of ``piece_bytes`` there.
+
+    Returns the parts, with the number of the read and of the multiple that each comes from.
+    """
+    block = position // piece_bytes
+    parts = (position + reads.num_bytes - 1) // piece_bytes - block + 1
+    row = np.repeat(np.arange(len(parts)), parts)
+    block = block[row] + np.arange(len(row)) - (np.cumsum(parts) - parts)[row]
+    begin = np.maximum(position[row], block * piece_bytes)
+    end = np.minimum((position + reads.num_bytes)[row], (block + 1) * piece_bytes)
+    moved = begin - position[row]
+    cut = reads.take(row)
+    return row, block, cut._replace(offset=cut.offset + moved, num_bytes=end - begin, target=cut.target + moved)
+
+
+def _with_gaps(reads: Reads, piece: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """The columns piece, buffer, start and stop of all vectors, with one more for each gap within a piece."""
+    gap = reads.offset[1:] - (reads.offset + reads.num_bytes)[:-1]
+    at = np.flatnonzero((gap > 0) & (piece[1:] == piece[:-1])) + 1
+    return (
+        np.insert(piece, at, piece[at]),
+        np.insert(reads.buffer, at, -1),
+        np.insert(reads.target, at, 0),
+        np.insert(reads.target + reads.num_bytes, at, gap[at - 1]),
+    )
 
 
 def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_bytes: int) -> Iterable[Piece]:
@@ -160,7 +230,11 @@ def _strided_pieces(file: str, run: Run, buffer: memoryview, begin: int, piece_b
     rows = max(1, piece_bytes // run.source_stride)
     for first in range(0, run.num_runs, rows):
         part = _part_of(run, first, min(rows, run.num_runs - first), begin)
-        yield Piece(file, part.source, part.num_bytes * part.num_runs, [], part, buffer)
+        yield Piece(file, part.source, _length(part), part.num_bytes * part.num_runs, None, part, buffer)
+
+
+def _length(run: Run) -> int:
+    return (run.num_runs - 1) * run.source_stride + run.num_bytes
 
 
 def plan_dealt(file: str, run: Run, also: Sequence[int], buffer: memoryview) -> Iterable[Piece]:
@@ -173,7 +247,8 @@ def plan_dealt(file: str, run: Run, also: Sequence[int], buffer: memoryview) -> 
     for first in range(0, run.num_runs, rows):
         part = _part_of(run, first, min(rows, run.num_runs - first), 0)
         moved = tuple(target + first * run.target_stride for target in also)
-        yield Piece(file, part.source, part.num_bytes * part.num_runs * turns, [], part, buffer, None, moved)
+        num_bytes = part.num_bytes * part.num_runs * turns
+        yield Piece(file, part.source, num_bytes, num_bytes, None, part, buffer, None, moved)
 
 
 def _part_of(run: Run, first: int, count: int, begin: int) -> Run:
@@ -197,7 +272,8 @@ def _converting_pieces(placement: Placement, buffer: memoryview, begin: int) -> 
             scaled = part._replace(
                 target=begin + part.target // item * target_item, target_stride=part.target_stride // item * target_item
             )
-            yield Piece(placement.entry.file, part.source, part.num_bytes * part.num_runs, [], scaled, buffer, dtypes)
+            num_bytes = part.num_bytes * part.num_runs
+            yield Piece(placement.entry.file, part.source, _length(part), num_bytes, None, scaled, buffer, dtypes)
 
 
 def _scratch_sized(run: Run, scratch_bytes: int) -> Iterable[Run]:

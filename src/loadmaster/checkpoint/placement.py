@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from loadmaster.checkpoint.dtypes import DTYPES, item_bytes
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.errors import PlacementError
 
 __all__ = [

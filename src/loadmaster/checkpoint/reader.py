@@ -173,7 +173,6 @@ class _Team:
     failure: BaseException | None = None
     _workers: list[_Worker] = field(default_factory=list)
     _members: list[threading.Thread] = field(default_factory=list)
-    _spans: Sequence[int] = ()
     _next: int = 0
     _running: int = 0
     _stopped: bool = False
@@ -183,7 +182,6 @@ class _Team:
 
     def run(self, threads: Callable[[], int], progress: Callable[[int], None] | None) -> None:
         self._threads = threads
-        self._spans = [_span(piece) for piece in self.pieces]
         try:
             with self._lock:
                 self._grow(max(1, threads()))
@@ -256,16 +254,18 @@ class _Team:
                 self._running -= 1
                 worker.retired = True
                 return ()
-            first, num_bytes = self._next, 0
+            batch: list[Piece] = []
+            num_bytes = 0
             # The last pieces are taken one by one, so that no thread is left with a batch of them.
-            most = min(BATCH_PIECES, max(1, (len(self.pieces) - first) // (4 * wanted)))
-            while self._next < min(first + most, len(self.pieces)) and num_bytes < BATCH_BYTES:
-                num_bytes += self._spans[self._next]
+            most = min(BATCH_PIECES, max(1, (len(self.pieces) - self._next) // (4 * wanted)))
+            while self._next < len(self.pieces) and len(batch) < most and num_bytes < BATCH_BYTES:
+                piece = self.pieces[self._next]
                 self._next += 1
-            last = self._next
+                num_bytes += piece.length
+                batch.append(piece)
             if self._running < wanted:
                 self._grow(wanted)
-        return [self.pieces[index] for index in range(first, last)]
+        return batch
 
     def _stop(self) -> None:
         with self._lock:
@@ -308,26 +308,29 @@ class _Worker:
         """Read one piece into its place."""
         started = time.perf_counter()
         descriptor = self._descriptors[piece.file]
-        if piece.run is None:
-            buffers = [buffer[start:stop] for buffer, start, stop in piece.vectors]
-            self.result.bytes_read += read_into(descriptor, buffers, piece.offset, self._preadv)
+        if piece.vectors is not None:
+            self.result.bytes_read += read_into(descriptor, piece.vectors.views(), piece.offset, self._preadv)
             self.result.read_seconds += time.perf_counter() - started
-        elif piece.also:
-            assert piece.buffer is not None
+        else:
+            self._execute_run(piece, descriptor)
+        if self._drops:
+            drop_from_cache(descriptor, piece.offset, piece.length)
+        self.placed_bytes += piece.num_bytes
+
+    def _execute_run(self, piece: Piece, descriptor: int) -> None:
+        assert piece.run is not None
+        assert piece.buffer is not None
+        started = time.perf_counter()
+        if piece.also:
             targets = (piece.run.target, *piece.also)
             self.result.bytes_read += self._copier.deal(descriptor, piece.run, piece.buffer, targets)
             self.result.read_seconds += time.perf_counter() - started
         elif piece.dtypes is None:
-            assert piece.buffer is not None
             target = piece.buffer[piece.run.target :]
             self.result.bytes_read += self._copy(piece.run, descriptor, target, piece.run.target_stride)
             self.result.read_seconds += time.perf_counter() - started
         else:
-            assert piece.buffer is not None
             self._convert(piece.run, descriptor, piece.buffer, piece.dtypes)
-        if self._drops:
-            drop_from_cache(descriptor, piece.offset, _span(piece))
-        self.placed_bytes += piece.num_bytes
 
     def _copy(self, run: Run, descriptor: int, target: memoryview, stride: int) -> int:
         if run.num_runs == 1:
@@ -349,15 +352,6 @@ class _Worker:
         target.copy_(source.view(run.num_runs, columns))
         self.result.read_seconds += read - started
         self.result.convert_seconds += time.perf_counter() - read
-
-
-def _span(piece: Piece) -> int:
-    """Bytes of the file from the first to the last that a piece needs."""
-    if piece.run is None:
-        return sum(stop - start for _, start, stop in piece.vectors)
-    if piece.also:
-        return piece.num_bytes
-    return (piece.run.num_runs - 1) * piece.run.source_stride + piece.run.num_bytes
 
 
 def _strided_tensor(buffer: memoryview, run: Run, columns: int, dtype: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.placement import Move, Placement, converted_dtype
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.checkpoint.tensor_parallel import STYLES, Style, TensorParallelPlan
 from loadmaster.errors import InputError, PlacementError
 

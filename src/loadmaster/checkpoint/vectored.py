@@ -64,14 +64,17 @@ def read_into(
     OSError
         As ``preadv``.
     """
+    wanted = sum(map(len, buffers))
     total = 0
     pending = list(buffers)
-    while pending:
+    while total < wanted:
         got = preadv(descriptor, pending[:MAX_VECTORS], offset)
         if got <= 0:
             raise FileTruncatedError(offset)
         total += got
         offset += got
+        if total == wanted:
+            break
         while pending and got >= len(pending[0]):
             got -= len(pending.pop(0))
         if got:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.checkpoint.bank_layout import BankLayout
 from loadmaster.checkpoint.dtypes import SUB_BYTE_DTYPES, import_torch, torch_dtype
-from loadmaster.checkpoint.experts import ExpertShard
+from loadmaster.checkpoint.expert_plan import ExpertShard
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.placement import Move, Placement
-from loadmaster.checkpoint.safetensors import Entry
+from loadmaster.checkpoint.table import Entry
 from loadmaster.errors import LoadmasterError, MissingDependencyError
 from loadmaster.observe.report import Verified
 

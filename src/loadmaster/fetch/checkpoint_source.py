@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
-from loadmaster.checkpoint.pieces import Read, plan_runs
+from loadmaster.checkpoint.pieces import Read, Reads, plan_runs
 from loadmaster.checkpoint.safetensors import FileIdentity
 from loadmaster.errors import CheckpointError, InputError
 from loadmaster.fetch.source import (
@@ -102,7 +102,9 @@ class CheckpointSource:
         """Read what `locate` has found, also in a process that has not begun the version."""
         names = [file for file, _ in located.files]
         with paused_garbage_collection():
-            pieces = plan_runs([(names[row[1]], row[2], row[3], 0, row[4]) for row in located.rows], [], [buffer])
+            pieces = plan_runs(
+                Reads.of((names[row[1]], row[2], row[3], 0, row[4]) for row in located.rows), [], [buffer]
+            )
 
         def name_at(file: str, offset: int) -> str:
             found = (row for row in located.rows if names[row[1]] == file and row[2] <= offset < row[2] + row[3])
@@ -127,7 +129,7 @@ class CheckpointSource:
         """Read many parts straight into ``buffer``, neighbours of a file in one go; see `SourceReader.read_parts`."""
         checkpoint = self._opened()
         with paused_garbage_collection():
-            pieces = plan_runs([read for _, read in self._reads(checkpoint, parts)], [], [buffer])
+            pieces = plan_runs(Reads.of(read for _, read in self._reads(checkpoint, parts)), [], [buffer])
         read_until_stopped(
             pieces,
             checkpoint.files,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loadmaster.checkpoint.dtypes import DTYPES, import_torch, item_bytes, name_of_torch_dtype, torch_dtype
-from loadmaster.checkpoint.pieces import PlacedRun, plan_runs
+from loadmaster.checkpoint.pieces import PlacedRun, Reads, plan_runs
 from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.safetensors import FileIdentity
 from loadmaster.errors import CheckpointError, InputError
@@ -174,7 +174,7 @@ class DcpSource:
                     runs += [(chunk.file, run, 0, 0) for run in _runs_of(part, stored.entry, chunk, data)]
         reads = [(file, run.source, run.num_bytes, 0, run.target) for file, run, _, _ in runs if run.num_runs == 1]
         strided = [run for run in runs if run[1].num_runs > 1]
-        pieces = plan_runs(reads, strided, [buffer])
+        pieces = plan_runs(Reads.of(reads), strided, [buffer])
         read_until_stopped(pieces, self._files, self.threads, stopped, lambda file, at: _name_at(places[file], at))
         return self._copy_others(others, buffer, stopped)
 

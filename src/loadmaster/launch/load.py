@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from loadmaster.checkpoint.bank_layout import EXPERTS, BankLayout, layout_of
 from loadmaster.checkpoint.dtypes import import_torch, parse_dtype
-from loadmaster.checkpoint.experts import ExpertShard, load_experts_of_rank, plan_banks
+from loadmaster.checkpoint.expert_plan import ExpertShard, plan_banks
+from loadmaster.checkpoint.experts import load_experts_of_rank
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.load import load_rank, place
 from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse

@@ -1,0 +1,168 @@
+"""The quick way through a header as all writers write it: no blanks, the usual fields in their order, nothing escaped.
+
+Ten quotes a tensor, at fixed distances from each other but for the name, the dtype, the shape and the two numbers:
+
+    "model.norm.weight":{"dtype":"BF16","shape":[4096],"data_offsets":[0,8192]},"...
+    0                 1  2     3 4    5 6     7        8            9          next 0
+
+so that a header is a table before anything of it has become an object. Whatever differs, right or wrong, is left to
+the thorough way (`safetensors._parse_any`): this one never says that a header is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loadmaster.checkpoint.dtypes import DTYPES
+from loadmaster.checkpoint.table import Kind, TensorTable
+from loadmaster.checkpoint.texts import Texts, word, words_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["parse_plain", "plain_numbers"]
+
+_METADATA = b'{"__metadata__":'
+_QUOTE, _COMMA = b'",'
+
+_LITERALS = tuple(
+    (quote, distance, word(text))
+    for quote, distance, text in (
+        (1, 0, b'":{"dtyp'),
+        (1, 3, b'"dtype":'),
+        (5, 0, b'","shape'),
+        (5, 3, b'shape":['),
+        (8, -2, b'],"data_'),
+        (8, 1, b"data_off"),
+        (9, -5, b'fsets":['),
+    )
+)
+"""What stands at a distance from a quote of every tensor; together all that is between its five texts."""
+
+_DISTANCES = ((1, 2, 3), (2, 3, 6), (3, 4, 2), (5, 6, 2), (6, 7, 6), (8, 9, 13))
+"""Pairs of quotes and how far they are apart."""
+
+_SIZE = r"(?:0|[1-9][0-9]{0,18})"
+_SHAPE = re.compile(rf"(?:{_SIZE}(?:,{_SIZE})*)?")
+_MOST_DIGITS = 18
+"""Numbers of so many digits fit 64 bits."""
+
+
+def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | None:
+    """Parse the header ``text``; None where it is not as writers write it.
+
+    What is found is complete but for how the tensors follow each other in the file, which `parse_header` checks.
+    """
+    found = _split_metadata(text)
+    if found is None:
+        return None
+    metadata, body = found
+    quotes = np.flatnonzero(np.frombuffer(body, np.uint8) == _QUOTE)
+    if not len(quotes) or len(quotes) % 10:
+        return None
+    places = quotes.reshape(-1, 10).T
+    numbers = _numbers_of(body, places)
+    if numbers is None:
+        return None
+    begin, end = numbers
+    names = Texts(body, places[0] + 1, places[1])
+    described = names.between(places[4] + 1, places[8] - 2)
+    kind, firsts = described.groups()
+    try:
+        kinds = [_kind_of(described[int(first)]) for first in firsts]
+    except (KeyError, ValueError):
+        return None
+    table = TensorTable(file, names, kinds, kind, begin + (8 + len(text)))
+    if not np.array_equal(end - begin, table.num_bytes) or not names.is_distinct():
+        return None
+    order = np.lexsort((table.num_bytes, begin))
+    return table.take(order), metadata
+
+
+def _split_metadata(text: bytes) -> tuple[dict[str, str], bytes] | None:
+    """Metadata, and the tensors from the first one's quote to the last one's brace."""
+    if not text.isascii():
+        return None
+    metadata: Any = {}
+    start = 1
+    if text.startswith(_METADATA):
+        try:
+            decoder = json.JSONDecoder(object_pairs_hook=list, parse_constant=_refuse)
+            pairs, start = decoder.raw_decode(text.decode(), len(_METADATA))
+            metadata = dict(pairs)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        strings = all(type(key) is type(value) is str for key, value in metadata.items())
+        # An escaped code may be half a character; a list of pairs in JSON looks like an object here.
+        if not strings or len(metadata) != len(pairs) or b"\\u" in text[:start] or text[start - 1 : start] != b"}":
+            return None
+        start += 1
+    body = text[start:].rstrip(b" ")
+    opened = text[start - 1 : start] == (b"{" if start == 1 else b",") and body.startswith(b'"')
+    closed = body.endswith(b"]}}")
+    plain = b"\\" not in body and b'"__metadata__"' not in body
+    return (metadata, body[:-1]) if opened and closed and plain else None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def _numbers_of(body: bytes, places: Integers) -> tuple[Integers, Integers] | None:
+    """The two data offsets of each tensor, given the places of its quotes; None if what is around them is not plain."""
+    words = words_of(body)
+    text = np.frombuffer(body, np.uint8)
+    last = len(body) - 1
+    if any(np.any(places[b] - places[a] != distance) for a, b, distance in _DISTANCES):
+        return None
+    if any(np.any(words[places[quote] + distance] != literal) for quote, distance, literal in _LITERALS):
+        return None
+    if text.min() < 0x20 or places[0][0]:
+        return None
+    begin, comma = plain_numbers(text, places[9] + 3)
+    end, bracket = plain_numbers(text, np.minimum(comma + 1, last))
+    closes = np.append(places[0][1:] - 3, last - 1)  # "]}," and the next tensor
+    if np.any(text[comma] != _COMMA) or not np.array_equal(bracket, closes) or np.any(begin < 0) or np.any(end < 0):
+        return None
+    behind = words[closes] & np.uint64(0xFFFFFF)
+    if np.any(behind[:-1] != int.from_bytes(b"]},", "little")) or not body.endswith(b"]}"):
+        return None
+    return begin, end
+
+
+def plain_numbers(text: Bytes, at: Integers) -> tuple[Integers, Integers]:
+    """Parse the decimal number at each place: its value, and the place behind it; -1 for what is no plain number.
+
+    ``text`` has something behind every number. No signs, no leading zeros, at most 18 digits.
+    """
+    start = at = np.minimum(at, len(text) - 1)
+    value = np.zeros(len(at), np.int64)
+    for _ in range(_MOST_DIGITS + 1):
+        digit = text[at] - np.uint8(48)  # below "0" it wraps around, and is no digit either
+        going = (digit < 10) & (at < len(text) - 1)
+        if not going.any():
+            break
+        value = np.where(going, value * 10 + digit, value)
+        at = at + going
+    length = at - start
+    wrong = (length == 0) | (length > _MOST_DIGITS) | ((length > 1) & (text[start] == 48))
+    return np.where(wrong, -1, value), at
+
+
+def _kind_of(described: str) -> Kind:
+    """The kind in ``BF16","shape":[4096,1024``; ValueError or KeyError where there is anything to say about it."""
+    dtype, shape = described.split('","shape":[')
+    sizes = tuple(map(int, shape.split(","))) if shape else ()
+    bits = math.prod(sizes) * DTYPES[dtype].bits
+    # The product, also before a zero, must fit 64 bits for the reference; here it fits without a look at the order.
+    if not _SHAPE.fullmatch(shape) or bits & 7 or math.prod(max(size, 1) for size in sizes) >= 1 << 59:
+        raise ValueError(shape)
+    return Kind(dtype, sizes, bits >> 3)

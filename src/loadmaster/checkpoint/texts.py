@@ -1,0 +1,147 @@
+"""Many short texts that lie in one buffer, compared all at once and eight bytes at a time.
+
+A header names up to 100,000 tensors. To make a string of each and to look it up takes longer than the kernel takes to
+read its tensor; here a column of names is a buffer with two arrays of places, and is told apart by numbers:
+
+    ..."layers.0.mlp.gate.weight":{"dtype"...       starts   [4, ...]     8 bytes from each start on, the rest of the
+        layers.0                                    stops    [28, ...]    last ones masked: a column of numbers each
+                .mlp.gat  e.weight
+
+Numbers mixed out of the columns (hashes) say which texts may be equal, and the columns themselves whether they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    Words = NDArray[np.uint64]
+
+__all__ = ["Texts", "word", "words_of"]
+
+_LONG = 1024
+"""Texts longer than this are compared by Python, one by one: the work grows with the longest of all."""
+
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)
+_FACTOR = np.uint64(0x1E3779B97F4A7C15)  # from the golden ratio: odd, and its bits are spread evenly
+_SHIFT = np.uint64(29)
+
+
+def words_of(buffer: bytes) -> Words:
+    """The 8 bytes from each place of ``buffer`` on as a number, little-endian, without a copy of each.
+
+    Zeros follow the end, as many as a short text may be read beyond its own end.
+    """
+    padded = buffer + bytes(_LONG + 8)
+    words: Words = np.ndarray((len(padded) - 7,), np.dtype("<u8"), padded, 0, (1,))
+    return words
+
+
+def word(text: bytes) -> int:
+    """The number that 8 bytes are in `words_of`."""
+    assert len(text) == 8
+    return int.from_bytes(text, "little")
+
+
+class Texts:
+    """The texts between ``starts`` and ``stops``, int64 arrays of places in ``buffer``, which is UTF-8."""
+
+    def __init__(self, buffer: bytes, starts: Integers, stops: Integers, words: Words | None = None) -> None:
+        self.buffer = buffer
+        self.starts = starts
+        self.stops = stops
+        self.words = words_of(buffer) if words is None else words
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Texts:
+        """Put strings one behind the other."""
+        encoded = [text.encode() for text in texts]
+        ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        return cls(b"".join(encoded), ends[:-1], ends[1:])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> str:
+        return self.buffer[self.starts[index] : self.stops[index]].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tolist())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Texts, (self.buffer, self.starts, self.stops)
+
+    def tolist(self) -> list[str]:
+        """Every text as a string."""
+        places = zip(self.starts.tolist(), self.stops.tolist(), strict=True)
+        if self.buffer.isascii():
+            whole = self.buffer.decode()
+            return [whole[start:stop] for start, stop in places]
+        return [self.buffer[start:stop].decode() for start, stop in places]
+
+    def between(self, starts: Integers, stops: Integers) -> Texts:
+        """Other texts of the same buffer."""
+        return Texts(self.buffer, starts, stops, self.words)
+
+    def take(self, rows: Any) -> Texts:
+        """The texts at ``rows``, numbers or a mask."""
+        return self.between(self.starts[rows], self.stops[rows])
+
+    @cached_property
+    def lengths(self) -> Integers:
+        """Bytes of each text."""
+        return self.stops - self.starts
+
+    def is_distinct(self) -> bool:
+        """Whether no text is there twice."""
+        ordered = np.sort(self.hashes)
+        return bool(np.all(ordered[1:] != ordered[:-1])) or len(set(self.tolist())) == len(self)
+
+    def groups(self) -> tuple[Integers, Integers]:
+        """Number the different texts: the number of each text, and for each number the first text that has it."""
+        if self._longest <= _LONG:
+            columns = list(self._columns())
+            _, firsts, numbers = np.unique(self._mixed(columns), return_index=True, return_inverse=True)
+            like = firsts[numbers]
+            if all(np.array_equal(column, column[like]) for column in (self.lengths, *columns)):
+                return numbers, firsts
+        known: dict[str, int] = {}  # two texts have one hash: what nobody will see who does not look for it
+        numbers = np.array([known.setdefault(text, len(known)) for text in self], np.int64)
+        return numbers, np.unique(numbers, return_index=True)[1]
+
+    @cached_property
+    def hashes(self) -> Words:
+        """A number for each text: equal ones for equal texts, and nearly always different ones for others."""
+        if self._longest > _LONG:
+            return np.array([hash(text) & 0xFFFF_FFFF_FFFF_FFFF for text in self], np.uint64)
+        return self._mixed(self._columns())
+
+    def _mixed(self, columns: Iterable[Words]) -> Words:
+        """One number out of the columns; those that are all zero for a text, behind its end, do not count."""
+        result = self.lengths.astype(np.uint64)
+        for number, column in enumerate(columns):
+            mixed = column * (_FACTOR + np.uint64(2 * number))
+            mixed ^= mixed >> _SHIFT
+            mixed *= _FACTOR
+            result += mixed
+        return result
+
+    @cached_property
+    def _longest(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+    def _columns(self) -> Iterator[Words]:
+        """The texts as numbers of 8 bytes, column by column, the bytes behind their ends zero."""
+        shortest = int(self.lengths.min(initial=0))
+        for at in range(0, self._longest, 8):
+            column = self.words[self.starts + at]
+            if at + 8 > shortest:
+                column &= _MASKS[np.minimum(np.maximum(self.lengths - at, 0), 8)]
+            yield column
