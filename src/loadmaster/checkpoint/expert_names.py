@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from loadmaster.checkpoint.bank_layout import EXPERTS, LAYOUTS, BankLayout
+from loadmaster.checkpoint.bank_layout import EXPERTS, LAYOUTS, BankLayout, layout_of
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.plain_header import plain_numbers
 from loadmaster.checkpoint.table import Entry, TensorColumns
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-__all__ = ["Given", "collect_experts"]
+__all__ = ["Given", "GivenLayer", "collect_experts", "layout_that_fits"]
 
 _DOT = ord(".")
 
@@ -62,6 +62,20 @@ def collect_experts(checkpoint: Checkpoint, columns: TensorColumns, layout: Bank
     if not collector.slots:
         raise CheckpointError(f"{checkpoint.path} has no tensor that the experts layout {layout.name!r} knows")
     return collector.layers()
+
+
+def layout_that_fits(checkpoint: Checkpoint) -> BankLayout:
+    """Return the built-in layout for the names of a checkpoint, as `layout_of` does, without a string for each."""
+    layer = ""
+    names: list[str] = []
+    for table in checkpoint.tables:
+        marks, _, _ = _split(table.names)
+        rows = np.flatnonzero(marks >= 0)
+        if not layer and len(rows):
+            layer = table.names[rows[0]].partition(EXPERTS)[0] + EXPERTS
+        alike = (marks - table.names.starts)[rows] + len(EXPERTS) == len(layer.encode())
+        names += [name for name in table.names.take(rows[alike]) if name.startswith(layer)]
+    return layout_of(names, checkpoint.path)
 
 
 class _Collector:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import json
 import os
 import re
@@ -63,7 +64,7 @@ class Checkpoint(Mapping[str, Entry]):
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return itertools.chain.from_iterable(table.names for table in self.tables)
 
     def __len__(self) -> int:
         return sum(map(len, self.tables))

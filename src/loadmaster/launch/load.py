@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from loadmaster.checkpoint.bank_layout import EXPERTS, BankLayout, layout_of
+from loadmaster.checkpoint.bank_layout import EXPERTS, BankLayout
 from loadmaster.checkpoint.dtypes import import_torch, parse_dtype
+from loadmaster.checkpoint.expert_names import layout_that_fits
 from loadmaster.checkpoint.expert_plan import ExpertShard, plan_banks
 from loadmaster.checkpoint.experts import load_experts_of_rank
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
@@ -72,7 +73,7 @@ class LoadSettings:
 
     def layout_for(self, checkpoint: Checkpoint) -> BankLayout:
         """The layout of the experts: the one that was given, or the one that fits."""
-        return self.layout or layout_of(checkpoint, checkpoint.path)
+        return self.layout or layout_that_fits(checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
