@@ -121,7 +121,7 @@ def banks_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
         load_experts_of_rank(
             banks,
             checkpoint,
-            layout=job.settings.layout_for(checkpoint),
+            layout=job.settings.layout,
             shard=job.settings.expert_shard(job.rank),
             on_layer=None,
             held=held,

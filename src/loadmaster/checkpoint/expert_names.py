@@ -19,9 +19,8 @@ import numpy as np
 
 from loadmaster.checkpoint.bank_layout import EXPERTS, LAYOUTS, BankLayout, layout_of
 from loadmaster.checkpoint.folder import Checkpoint
-from loadmaster.checkpoint.plain_header import plain_numbers
 from loadmaster.checkpoint.table import Entry, TensorColumns
-from loadmaster.checkpoint.texts import Texts, word
+from loadmaster.checkpoint.texts import Texts, decimals, word
 from loadmaster.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,34 +47,57 @@ GivenLayer = Mapping[str, list[Given]]
 """Bank -> its parts."""
 
 
-def collect_experts(checkpoint: Checkpoint, columns: TensorColumns, layout: BankLayout) -> dict[int, GivenLayer]:
+def layout_that_fits(checkpoint: Checkpoint) -> BankLayout:
+    """Return the built-in layout for the experts of a checkpoint; see `layout_of`."""
+    return _layout_of(checkpoint, _alike_in(checkpoint))
+
+
+def collect_experts(
+    checkpoint: Checkpoint, columns: TensorColumns, layout: BankLayout | None
+) -> tuple[BankLayout, dict[int, GivenLayer]]:
     """Sort the expert tensors by layer, bank, part and expert; an expert that is given twice is an error.
+
+    Without a layout the built-in one that fits is taken; returns the layout as well.
 
     Raises
     ------
     CheckpointError
         A tensor of the experts has no place, or another one's; there is none. Names the first.
     """
+    tables = _alike_in(checkpoint)
+    layout = layout or _layout_of(checkpoint, tables)
     collector = _Collector(layout, columns)
-    for number, table in enumerate(checkpoint.tables):
-        collector.add(table.names, columns.begin(number))
+    for number, (table, alike) in enumerate(zip(checkpoint.tables, tables, strict=True)):
+        collector.add(table.names, alike, columns.begin(number))
     if not collector.slots:
         raise CheckpointError(f"{checkpoint.path} has no tensor that the experts layout {layout.name!r} knows")
-    return collector.layers()
+    return layout, collector.layers()
 
 
-def layout_that_fits(checkpoint: Checkpoint) -> BankLayout:
-    """Return the built-in layout for the names of a checkpoint, as `layout_of` does, without a string for each."""
-    layer = ""
-    names: list[str] = []
-    for table in checkpoint.tables:
-        marks, _, _ = _split(table.names)
-        rows = np.flatnonzero(marks >= 0)
-        if not layer and len(rows):
-            layer = table.names[rows[0]].partition(EXPERTS)[0] + EXPERTS
-        alike = (marks - table.names.starts)[rows] + len(EXPERTS) == len(layer.encode())
-        names += [name for name in table.names.take(rows[alike]) if name.startswith(layer)]
-    return layout_of(names, checkpoint.path)
+class _Alike(NamedTuple):
+    """The tensors of experts in one table: those alike but for the number of the expert, and the others.
+
+    ``group[i]`` numbers what ``row[i]`` has before and behind the number ``expert[i]``; ``first`` is a place of each.
+    """
+
+    row: Integers
+    expert: Integers
+    group: Integers
+    first: Integers
+    others: Integers
+
+    def telling(self) -> list[int]:
+        """Rows enough to know every kind of name."""
+        return sorted([*self.others.tolist(), *self.row[self.first].tolist()])
+
+
+def _alike_in(checkpoint: Checkpoint) -> list[_Alike]:
+    return [_find_alike(table.names) for table in checkpoint.tables]
+
+
+def _layout_of(checkpoint: Checkpoint, tables: list[_Alike]) -> BankLayout:
+    pairs = zip(checkpoint.tables, tables, strict=True)
+    return layout_of([table.names[row] for table, alike in pairs for row in alike.telling()], checkpoint.path)
 
 
 class _Collector:
@@ -89,19 +111,15 @@ class _Collector:
         self.slots: dict[tuple[int, str, int], int] = {}
         self._found: list[tuple[Integers, Integers, Integers]] = []
 
-    def add(self, names: Texts, begin: int) -> None:
+    def add(self, names: Texts, alike: _Alike, begin: int) -> None:
         """Add the tensors of a table, whose first row is ``begin``."""
-        marks, experts, stops = _split(names)
-        alike = np.flatnonzero(experts >= 0) if self._asks_once else np.empty(0, np.int64)
-        questions = np.flatnonzero(marks >= 0 if not self._asks_once else (marks >= 0) & (experts < 0))
-        groups, firsts = _groups(names.take(alike), marks[alike], stops[alike])
-        answers = {}
-        for row in sorted([*questions.tolist(), *alike[firsts].tolist()]):
-            answers[row] = self._ask(names[row], begin + row)
-        slot = np.array([answers[row][0] for row in alike[firsts].tolist()], np.int64)[groups]
-        self._keep(slot, experts[alike], begin + alike)
-        asked = np.array([answers[row] for row in questions.tolist()], np.int64).reshape(-1, 2).T
-        self._keep(asked[0], asked[1], begin + questions)
+        rows = alike.telling() if self._asks_once else sorted([*alike.others.tolist(), *alike.row.tolist()])
+        answers = {row: self._ask(names[row], begin + row) for row in rows}
+        if self._asks_once:
+            slots = [answers.pop(row)[0] for row in alike.row[alike.first].tolist()]
+            self._keep(np.array(slots, np.int64)[alike.group], alike.expert, begin + alike.row)
+        slot, expert = np.array([*answers.values()], np.int64).reshape(-1, 2).T
+        self._keep(slot, expert, begin + np.array([*answers], np.int64))
 
     def _keep(self, slot: Integers, expert: Integers, row: Integers) -> None:
         known = slot >= 0
@@ -170,11 +188,8 @@ class _Collector:
 _MOST_EXPERTS = 1 << 32
 
 
-def _split(names: Texts) -> tuple[Integers, Integers, Integers]:
-    """Where each name holds ``EXPERTS``, the number of the expert behind it, and where that ends.
-
-    -1 for a name that is not of experts; the number -1 where there is none, or no plain one, or ``EXPERTS`` again.
-    """
+def _find_alike(names: Texts) -> _Alike:
+    """Look for ``EXPERTS`` in each name, once, and a plain number and a dot behind it."""
     mark = EXPERTS.encode()
     text = np.frombuffer(names.buffer, np.uint8)
     dots = np.flatnonzero(text == _DOT)
@@ -182,16 +197,13 @@ def _split(names: Texts) -> tuple[Integers, Integers, Integers]:
     marks = dots[(names.words[dots] == word(mark[:8])) & (text[dots + 8] == _DOT)]
     marks = np.append(marks, [len(text), len(text)])
     first = np.searchsorted(marks[:-2], names.starts)
-    place, again = marks[first], marks[first + 1]
-    of_experts = place + len(mark) <= names.stops
-    number, stop = plain_numbers(text, place + len(mark))
-    plain = (again + len(mark) > names.stops) & (stop < names.stops) & (text[stop] == _DOT) & (number < _MOST_EXPERTS)
-    return np.where(of_experts, place, -1), np.where(of_experts & plain, number, -1), stop
-
-
-def _groups(names: Texts, marks: Integers, stops: Integers) -> tuple[Integers, Integers]:
-    """Number what names have before and behind their expert's number; see `Texts.groups`."""
-    head, _ = names.between(names.starts, marks).groups()
-    tail, firsts = names.between(stops, names.stops).groups()
-    _, first, numbers = np.unique(head * len(firsts) + tail, return_index=True, return_inverse=True)
-    return numbers, first
+    row = np.flatnonzero(marks[first] + len(mark) <= names.stops)
+    names = names.take(row)
+    place, again = marks[first[row]], marks[first[row] + 1]
+    expert, behind = decimals(names.words, place + len(mark))
+    plain = (again + len(mark) > names.stops) & (behind < names.stops) & (expert >= 0) & (expert < _MOST_EXPERTS)
+    plain &= names.words[behind] & np.uint64(0xFF) == _DOT
+    head, _ = names.between(names.starts, place).take(plain).groups()
+    tail, tails = names.between(behind, names.stops).take(plain).groups()
+    _, firsts, group = np.unique(head * len(tails) + tail, return_index=True, return_inverse=True)
+    return _Alike(row[plain], expert[plain], group, firsts, row[~plain])

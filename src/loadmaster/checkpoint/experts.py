@@ -22,7 +22,6 @@ import numpy as np
 
 from loadmaster.checkpoint.bank_layout import BankLayout
 from loadmaster.checkpoint.dtypes import torch_dtype
-from loadmaster.checkpoint.expert_names import layout_that_fits
 from loadmaster.checkpoint.expert_plan import BanksPlan, ExpertShard, PlannedLayer, plan_banks
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
@@ -113,7 +112,7 @@ def load_experts_of_rank(
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     with clock.phase("plan"), paused_garbage_collection():
-        plan = plan_banks(checkpoint, layout or layout_that_fits(checkpoint), shard or ExpertShard())
+        plan = plan_banks(checkpoint, layout, shard or ExpertShard())
         filling = _Filling(plan)
     with clock.phase("read"):
         bytes_read = filling.run(checkpoint, lambda: held.look().threads, on_layer, progress, cache)

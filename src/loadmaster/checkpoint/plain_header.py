@@ -20,15 +20,14 @@ import numpy as np
 
 from loadmaster.checkpoint.dtypes import DTYPES
 from loadmaster.checkpoint.table import Kind, TensorTable
-from loadmaster.checkpoint.texts import Texts, word, words_of
+from loadmaster.checkpoint.texts import Texts, decimals, word, words_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
-    Bytes = NDArray[np.uint8]
 
-__all__ = ["parse_plain", "plain_numbers"]
+__all__ = ["parse_plain"]
 
 _METADATA = b'{"__metadata__":'
 _QUOTE, _COMMA = b'",'
@@ -52,8 +51,6 @@ _DISTANCES = ((1, 2, 3), (2, 3, 6), (3, 4, 2), (5, 6, 2), (6, 7, 6), (8, 9, 13))
 
 _SIZE = r"(?:0|[1-9][0-9]{0,18})"
 _SHAPE = re.compile(rf"(?:{_SIZE}(?:,{_SIZE})*)?")
-_MOST_DIGITS = 18
-"""Numbers of so many digits fit 64 bits."""
 
 
 def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | None:
@@ -74,6 +71,8 @@ def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | 
         return None
     begin, end = numbers
     names = Texts(body, places[0] + 1, places[1])
+    if "__metadata__" in names.take(names.lengths == len("__metadata__")):
+        return None
     described = names.between(places[4] + 1, places[8] - 2)
     kind, firsts = described.groups()
     try:
@@ -108,8 +107,7 @@ def _split_metadata(text: bytes) -> tuple[dict[str, str], bytes] | None:
     body = text[start:].rstrip(b" ")
     opened = text[start - 1 : start] == (b"{" if start == 1 else b",") and body.startswith(b'"')
     closed = body.endswith(b"]}}")
-    plain = b"\\" not in body and b'"__metadata__"' not in body
-    return (metadata, body[:-1]) if opened and closed and plain else None
+    return (metadata, body[:-1]) if opened and closed and b"\\" not in body else None
 
 
 def _refuse(word: str) -> None:
@@ -127,8 +125,8 @@ def _numbers_of(body: bytes, places: Integers) -> tuple[Integers, Integers] | No
         return None
     if text.min() < 0x20 or places[0][0]:
         return None
-    begin, comma = plain_numbers(text, places[9] + 3)
-    end, bracket = plain_numbers(text, np.minimum(comma + 1, last))
+    begin, comma = decimals(words, places[9] + 3)
+    end, bracket = decimals(words, comma + 1)
     closes = np.append(places[0][1:] - 3, last - 1)  # "]}," and the next tensor
     if np.any(text[comma] != _COMMA) or not np.array_equal(bracket, closes) or np.any(begin < 0) or np.any(end < 0):
         return None
@@ -136,25 +134,6 @@ def _numbers_of(body: bytes, places: Integers) -> tuple[Integers, Integers] | No
     if np.any(behind[:-1] != int.from_bytes(b"]},", "little")) or not body.endswith(b"]}"):
         return None
     return begin, end
-
-
-def plain_numbers(text: Bytes, at: Integers) -> tuple[Integers, Integers]:
-    """Parse the decimal number at each place: its value, and the place behind it; -1 for what is no plain number.
-
-    ``text`` has something behind every number. No signs, no leading zeros, at most 18 digits.
-    """
-    start = at = np.minimum(at, len(text) - 1)
-    value = np.zeros(len(at), np.int64)
-    for _ in range(_MOST_DIGITS + 1):
-        digit = text[at] - np.uint8(48)  # below "0" it wraps around, and is no digit either
-        going = (digit < 10) & (at < len(text) - 1)
-        if not going.any():
-            break
-        value = np.where(going, value * 10 + digit, value)
-        at = at + going
-    length = at - start
-    wrong = (length == 0) | (length > _MOST_DIGITS) | ((length > 1) & (text[start] == 48))
-    return np.where(wrong, -1, value), at
 
 
 def _kind_of(described: str) -> Kind:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Words = NDArray[np.uint64]
 
-__all__ = ["Texts", "word", "words_of"]
+__all__ = ["Texts", "decimals", "word", "words_of"]
 
 _LONG = 1024
 """Texts longer than this are compared by Python, one by one: the work grows with the longest of all."""
@@ -48,6 +48,49 @@ def word(text: bytes) -> int:
     """The number that 8 bytes are in `words_of`."""
     assert len(text) == 8
     return int.from_bytes(text, "little")
+
+
+_ONES = np.uint64(0x0101010101010101)
+_HIGH = np.uint64(0x80) * _ONES
+_SWAPPED_LOW_BITS = np.array([0, *(0x80 << 8 * count for count in range(8))], np.uint64)
+
+
+def decimals(words: Words, at: Integers) -> tuple[Integers, Integers]:
+    """Parse the decimal number at each place: its value, -1 for what is no plain one, and the place behind it.
+
+    Plain are 1 to 15 digits without a sign or leading zeros. Eight digits are taken at once, as lanes of a number:
+    their pairs are joined, then the pairs of these, then the halves.
+    """
+    value, length = _up_to_eight(words[at])
+    more, further = _up_to_eight(words[at + length])
+    further = np.where(length == 8, further, 0)
+    value = np.where(further > 0, value * _TENS[further] + more, value)
+    length = length + further
+    behind = at + length
+    leading_zero = (words[at] & np.uint64(0xFF) == ord("0")) & (length > 1)
+    return np.where((length == 0) | (length == 16) | leading_zero, -1, value), behind
+
+
+_TENS = 10 ** np.arange(9)
+
+
+def _up_to_eight(word: Words) -> tuple[Integers, Integers]:
+    """The number that the leading digits of 8 bytes make, and how many they are."""
+    lanes = word ^ (np.uint64(ord("0")) * _ONES)
+    others = ((lanes + np.uint64(0x76) * _ONES) | lanes) & _HIGH  # the high bit where a lane is above 9
+    first = others & (~others + np.uint64(1))
+    length = np.searchsorted(_SWAPPED_LOW_BITS, first) - 1
+    length[first == 0] = 8
+    lanes <<= (64 - 8 * np.maximum(length, 1)).astype(np.uint64)  # leading zeros where there are fewer
+    for factor, mask, shift in _JOINS:
+        lanes = ((lanes & mask) * factor) >> shift
+    return np.where(length > 0, lanes.astype(np.int64), 0), length
+
+
+_JOINS = tuple(
+    (np.uint64(10 ** (size) << 8 * size | 1), np.uint64(mask), np.uint64(8 * size))
+    for size, mask in ((1, 0x0F0F0F0F0F0F0F0F), (2, 0x00FF00FF00FF00FF), (4, 0x0000FFFF0000FFFF))
+)
 
 
 class Texts:
@@ -103,6 +146,12 @@ class Texts:
         """Whether no text is there twice."""
         ordered = np.sort(self.hashes)
         return bool(np.all(ordered[1:] != ordered[:-1])) or len(set(self.tolist())) == len(self)
+
+    def are_the_same(self) -> bool:
+        """Whether there is one text only, all the time."""
+        if self._longest > _LONG:
+            return len(set(self.tolist())) <= 1
+        return all(bool(np.all(column == column[:1])) for column in (self.lengths, *self._columns()))
 
     def groups(self) -> tuple[Integers, Integers]:
         """Number the different texts: the number of each text, and for each number the first text that has it."""

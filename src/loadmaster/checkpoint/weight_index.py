@@ -108,7 +108,7 @@ def _controls(text: str) -> int:
 
 def _all_the_same(texts: Texts, wanted: str) -> bool:
     """Whether all are the same text, ``wanted`` and blanks."""
-    return texts[0].strip(_BLANKS.decode()) == wanted and len(texts.groups()[1]) == 1
+    return texts[0].strip(_BLANKS.decode()) == wanted and texts.are_the_same()
 
 
 def _is_rest_plain(text: bytes, start: int, stop: int) -> bool:

@@ -112,7 +112,7 @@ def load_ranks(
     require_torch()  # its import would make a wrong path wait for two seconds
     checkpoint = open_checkpoint(path)
     if settings.experts:
-        plan_banks(checkpoint, settings.layout_for(checkpoint), settings.expert_shard(0))
+        plan_banks(checkpoint, settings.layout, settings.expert_shard(0))
     place(_apart_from_banks(checkpoint, settings), settings.shard(0), _dtype(settings))
     jobs = [_Job(path=os.fspath(path), rank=rank, settings=settings, started=started) for rank in range(len(shares))]
     cores = recent_host().compute_cpus
@@ -205,7 +205,7 @@ def _load_with_banks(
     second = load_experts_of_rank(
         banks,
         checkpoint,
-        layout=settings.layout_for(checkpoint),
+        layout=settings.layout,
         shard=settings.expert_shard(job.rank),
         on_layer=None,
         held=held,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -35,7 +36,12 @@ class RankContext:
         threading.Thread(target=self._listen, name="loadmaster-parent", daemon=True).start()
 
     def barrier(self) -> None:
-        """Wait until every rank that still runs has come here."""
+        """Wait until every rank that still runs has come here.
+
+        What there is by then, the million objects of imported modules above all, is left out of garbage collection
+        from here on: a pass over them takes 60 to 90 ms of a core, and one is due just when a load has begun.
+        """
+        gc.freeze()
         self._go.clear()
         self.send("barrier", None)
         self._go.wait()
