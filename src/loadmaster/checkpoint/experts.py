@@ -26,7 +26,7 @@ from loadmaster.checkpoint.expert_plan import BanksPlan, ExpertShard, PlannedLay
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint, paused_garbage_collection
 from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.memory import Arena
-from loadmaster.checkpoint.pieces import Piece, plan_dealt, plan_runs
+from loadmaster.checkpoint.pieces import Piece, Vectors, plan_dealt, plan_runs
 from loadmaster.checkpoint.reader import KEEP_CACHE, CacheUse, read_pieces
 from loadmaster.observe.memory import peak_rss
 from loadmaster.observe.report import PhaseClock, RankReport, Report
@@ -152,29 +152,38 @@ class _Filling:
             dealt += plan_dealt(file, first, [first.target + run.num_runs * run.target_stride], buffer)
         self.pieces = plan_runs(plan.work.reads(), plan.work.strided, [buffer], others=dealt)
         self._ends = [layer.end for layer in plan.layers]
-        self._fills = {id(piece): self._layers_of(piece) for piece in self.pieces}
-        self._waiting = self._bytes_of_layers()
+        self._fills = self._layers_of_pieces()
+        self._waiting = [0] * len(plan.layers)
+        for fills in self._fills.values():
+            for index, num_bytes in fills:
+                self._waiting[index] += num_bytes
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for index, num_bytes in enumerate(self._waiting):
             if not num_bytes:
                 self._complete.put(index)
 
-    def _bytes_of_layers(self) -> list[int]:
-        waiting = [0] * len(self._plan.layers)
-        for fills in self._fills.values():
-            for index, num_bytes in fills:
-                waiting[index] += num_bytes
-        return waiting
-
-    def _layers_of(self, piece: Piece) -> list[tuple[int, int]]:
-        """The layers that a piece fills a part of, with the number of bytes."""
-        if piece.vectors is None:
-            assert piece.run is not None
-            return [(bisect.bisect_right(self._ends, piece.run.target), piece.num_bytes)]
-        _, buffer, start, stop = piece.vectors
+    def _layers_of_pieces(self) -> dict[int, list[tuple[int, int]]]:
+        """The layers that each piece, by its id, fills a part of, with the number of bytes."""
+        fills: dict[int, list[tuple[int, int]]] = {}
+        plain: list[tuple[int, Vectors]] = []
+        for piece in self.pieces:
+            if piece.vectors is not None:
+                plain.append((id(piece), piece.vectors))
+                fills[id(piece)] = []
+            elif piece.run is not None:
+                fills[id(piece)] = [(bisect.bisect_right(self._ends, piece.run.target), piece.num_bytes)]
+        if not plain:
+            return fills
+        buffer, start, stop = (
+            np.concatenate(column) for column in list(zip(*(row[1] for row in plain), strict=True))[1:]
+        )
+        number = np.repeat(np.arange(len(plain)), [len(vectors.start) for _, vectors in plain])[buffer >= 0]
         layer = np.searchsorted(self._ends, start[buffer >= 0], side="right")  # gaps have the number -1
-        num_bytes = np.bincount(layer, (stop - start)[buffer >= 0])
-        return [(int(index), int(num_bytes[index])) for index in np.flatnonzero(num_bytes)]
+        num_layers = len(self._ends)
+        num_bytes = np.bincount(number * num_layers + layer, (stop - start)[buffer >= 0])
+        for key in np.flatnonzero(num_bytes).tolist():
+            fills[plain[key // num_layers][0]].append((key % num_layers, int(num_bytes[key])))
+        return fills
 
     def run(
         self,

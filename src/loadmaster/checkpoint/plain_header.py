@@ -20,17 +20,22 @@ import numpy as np
 
 from loadmaster.checkpoint.dtypes import DTYPES
 from loadmaster.checkpoint.table import Kind, TensorTable
-from loadmaster.checkpoint.texts import Texts, decimals, word, words_of
+from loadmaster.checkpoint.texts import Texts, decimals, word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
+    Words = NDArray[np.uint64]
 
 __all__ = ["parse_plain"]
 
 _METADATA = b'{"__metadata__":'
 _QUOTE, _COMMA = b'",'
+_BYTE = np.uint64(0xFF)
+
+_LONG = 1 << 16
+"""Metadata longer than this, and as many blanks at the end, are read the thorough way."""
 
 _LITERALS = tuple(
     (quote, distance, word(text))
@@ -61,18 +66,17 @@ def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | 
     found = _split_metadata(text)
     if found is None:
         return None
-    metadata, body = found
-    quotes = np.flatnonzero(np.frombuffer(body, np.uint8) == _QUOTE)
+    metadata, start, stop = found
+    quotes = np.flatnonzero(np.frombuffer(text, np.uint8) == _QUOTE)
+    quotes = quotes[np.searchsorted(quotes, start) :]
     if not len(quotes) or len(quotes) % 10:
         return None
     places = quotes.reshape(-1, 10).T
-    numbers = _numbers_of(body, places)
-    if numbers is None:
+    names = Texts(text, places[0] + 1, places[1])
+    numbers = _numbers_of(text, names.words, places, start, stop)
+    if numbers is None or "__metadata__" in names.take(names.lengths == len("__metadata__")):
         return None
     begin, end = numbers
-    names = Texts(body, places[0] + 1, places[1])
-    if "__metadata__" in names.take(names.lengths == len("__metadata__")):
-        return None
     described = names.between(places[4] + 1, places[8] - 2)
     kind, firsts = described.groups()
     try:
@@ -86,8 +90,8 @@ def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | 
     return table.take(order), metadata
 
 
-def _split_metadata(text: bytes) -> tuple[dict[str, str], bytes] | None:
-    """Metadata, and the tensors from the first one's quote to the last one's brace."""
+def _split_metadata(text: bytes) -> tuple[dict[str, str], int, int] | None:
+    """Metadata, the place of the first tensor's quote, and that behind the last one's brace."""
     if not text.isascii():
         return None
     metadata: Any = {}
@@ -95,7 +99,7 @@ def _split_metadata(text: bytes) -> tuple[dict[str, str], bytes] | None:
     if text.startswith(_METADATA):
         try:
             decoder = json.JSONDecoder(object_pairs_hook=list, parse_constant=_refuse)
-            pairs, start = decoder.raw_decode(text.decode(), len(_METADATA))
+            pairs, start = decoder.raw_decode(text[:_LONG].decode(), len(_METADATA))
             metadata = dict(pairs)
         except (ValueError, TypeError, RecursionError):
             return None
@@ -104,34 +108,32 @@ def _split_metadata(text: bytes) -> tuple[dict[str, str], bytes] | None:
         if not strings or len(metadata) != len(pairs) or b"\\u" in text[:start] or text[start - 1 : start] != b"}":
             return None
         start += 1
-    body = text[start:].rstrip(b" ")
-    opened = text[start - 1 : start] == (b"{" if start == 1 else b",") and body.startswith(b'"')
-    closed = body.endswith(b"]}}")
-    return (metadata, body[:-1]) if opened and closed and b"\\" not in body else None
+    end = text[-_LONG:]
+    stop = len(text) - (len(end) - len(end.rstrip(b" "))) - 1
+    opened = text[start - 1 : start] == (b"{" if start == 1 else b",")
+    closed = text[stop - 2 : stop + 1] == b"]}}"
+    return (metadata, start, stop) if opened and closed and text.find(b"\\", start) < 0 else None
 
 
 def _refuse(word: str) -> None:
     raise ValueError(word)
 
 
-def _numbers_of(body: bytes, places: Integers) -> tuple[Integers, Integers] | None:
+def _numbers_of(text: bytes, words: Words, places: Integers, start: int, stop: int) -> tuple[Integers, Integers] | None:
     """The two data offsets of each tensor, given the places of its quotes; None if what is around them is not plain."""
-    words = words_of(body)
-    text = np.frombuffer(body, np.uint8)
-    last = len(body) - 1
     if any(np.any(places[b] - places[a] != distance) for a, b, distance in _DISTANCES):
         return None
     if any(np.any(words[places[quote] + distance] != literal) for quote, distance, literal in _LITERALS):
         return None
-    if text.min() < 0x20 or places[0][0]:
+    if np.frombuffer(text, np.uint8)[start:].min() < 0x20 or places[0][0] != start:
         return None
     begin, comma = decimals(words, places[9] + 3)
     end, bracket = decimals(words, comma + 1)
-    closes = np.append(places[0][1:] - 3, last - 1)  # "]}," and the next tensor
-    if np.any(text[comma] != _COMMA) or not np.array_equal(bracket, closes) or np.any(begin < 0) or np.any(end < 0):
+    closes = np.append(places[0][1:] - 3, stop - 2)  # "]}," and the next tensor
+    if np.any(words[comma] & _BYTE != _COMMA) or not np.array_equal(bracket, closes):
         return None
-    behind = words[closes] & np.uint64(0xFFFFFF)
-    if np.any(behind[:-1] != int.from_bytes(b"]},", "little")) or not body.endswith(b"]}"):
+    behind = words[closes[:-1]] & np.uint64(0xFFFFFF)
+    if np.any(behind != int.from_bytes(b"]},", "little")) or np.any(begin < 0) or np.any(end < 0):
         return None
     return begin, end
 

@@ -3,9 +3,9 @@
 A header names up to 100,000 tensors. To make a string of each and to look it up takes longer than the kernel takes to
 read its tensor; here a column of names is a buffer with two arrays of places, and is told apart by numbers:
 
-    ..."layers.0.mlp.gate.weight":{"dtype"...       starts   [4, ...]     8 bytes from each start on, the rest of the
-        layers.0                                    stops    [28, ...]    last ones masked: a column of numbers each
-                .mlp.gat  e.weight
+    ..."layers.0.mlp.gate.weight":{"dtype"...       starts   [4, ...]     8 bytes from each start on, in the end those
+        layers.0                                    stops    [28, ...]    before the stop: a column of numbers each
+                .mlp.gate.weight
 
 Numbers mixed out of the columns (hashes) say which texts may be equal, and the columns themselves whether they are.
 """
@@ -173,12 +173,14 @@ class Texts:
         return self._mixed(self._columns())
 
     def _mixed(self, columns: Iterable[Words]) -> Words:
-        """One number out of the columns; those that are all zero for a text, behind its end, do not count."""
+        """One number out of the columns; those that begin behind the end of a text do not count for it."""
         result = self.lengths.astype(np.uint64)
         for number, column in enumerate(columns):
             mixed = column * (_FACTOR + np.uint64(2 * number))
             mixed ^= mixed >> _SHIFT
             mixed *= _FACTOR
+            if 8 * number >= self._shortest:
+                mixed *= 8 * number < self.lengths
             result += mixed
         return result
 
@@ -186,11 +188,18 @@ class Texts:
     def _longest(self) -> int:
         return int(self.lengths.max(initial=0))
 
+    @cached_property
+    def _shortest(self) -> int:
+        return int(self.lengths.min()) if len(self) else 0
+
     def _columns(self) -> Iterator[Words]:
-        """The texts as numbers of 8 bytes, column by column, the bytes behind their ends zero."""
-        shortest = int(self.lengths.min(initial=0))
+        """The texts as numbers of 8 bytes, column by column.
+
+        From where a text has no 8 bytes more it is its last 8; of a text that has less than 8 the others are zero.
+        """
+        last = np.maximum(self.stops - 8, self.starts)
         for at in range(0, self._longest, 8):
-            column = self.words[self.starts + at]
-            if at + 8 > shortest:
-                column &= _MASKS[np.minimum(np.maximum(self.lengths - at, 0), 8)]
+            column = self.words[np.minimum(self.starts + at, last)]
+            if self._shortest < 8:
+                column &= _MASKS[np.minimum(self.lengths, 8)]
             yield column

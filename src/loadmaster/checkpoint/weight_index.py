@@ -82,21 +82,20 @@ def _parse_plain(text: bytes) -> WeightMap | None:
     start, stop = text.find(b"{", start) + 1, text.find(b"}", start)
     if text.count(b'"weight_map"') != 1 or not 0 < start < stop or b"\\" in text or not text.isascii():
         return None
-    body = text[start:stop]
-    quotes = np.flatnonzero(np.frombuffer(body, np.uint8) == ord('"'))
-    if not len(quotes) or len(quotes) % 4:
+    places = np.flatnonzero(np.frombuffer(text, np.uint8)[start:stop] == ord('"')) + start
+    if not len(places) or len(places) % 4:
         return None
-    places = quotes.reshape(-1, 4).T
-    names = Texts(body, places[0] + 1, places[1])
+    places = places.reshape(-1, 4).T
+    names = Texts(text, places[0] + 1, places[1])
     colons = names.between(places[1] + 1, places[2])
     commas = names.between(places[3][:-1] + 1, places[0][1:])
-    outside = body[: places[0][0]] + body[places[3][-1] + 1 :]
+    outside = text[start : places[0][0]] + text[places[3][-1] + 1 : stop]
     same = [_all_the_same(colons, ":"), len(commas) == 0 or _all_the_same(commas, ","), not outside.strip(_BLANKS)]
     if not all(same) or not names.is_distinct() or not _is_rest_plain(text, start, stop):
         return None
     file, firsts = (paths := names.between(places[2] + 1, places[3])).groups()
     files = [paths[int(first)] for first in firsts]
-    controls = np.count_nonzero(np.frombuffer(body, np.uint8) < 0x20)
+    controls = np.count_nonzero(np.frombuffer(text, np.uint8)[start:stop] < 0x20)
     between = sum(len(texts) * _controls(texts[0]) for texts in (colons, commas) if len(texts))
     plain = all(files) and controls == between + _controls(outside.decode())
     return WeightMap(names, files, file) if plain else None
