@@ -257,11 +257,11 @@ def cat_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
 
 def _finish(job: ArmJob, context: RankContext, banks: Banks, seconds: float) -> ArmRank:
     context.progress(END)
+    context.barrier()  # a rank that counts or verifies would take CPUs from one that still loads
     checkpoint = open_checkpoint(job.path)
     layout = job.settings.layout_for(checkpoint)
     shard = job.settings.expert_shard(job.rank)
     if job.settings.verify:
-        context.barrier()  # a rank that verifies would take CPUs from one that still loads
         verify_banks(banks, checkpoint, layout, shard)
     plan = plan_banks(checkpoint, layout, shard)
     return ArmRank(seconds=seconds, num_bytes=plan.num_bytes, tensors=plan.num_entries)

@@ -328,10 +328,10 @@ def library_in_rank(job: ArmJob, context: RankContext) -> ArmRank:
 
 def _finish(job: ArmJob, context: RankContext, tensors: Mapping[str, Any], seconds: float) -> ArmRank:
     context.progress(END)
+    context.barrier()  # a rank that counts or verifies would take CPUs from one that still loads
     checkpoint = open_checkpoint(job.path)
     placements = place(checkpoint, job.settings.shard(job.rank), None)
     if job.settings.verify:
-        context.barrier()  # a rank that verifies would take CPUs from one that still loads
         verify_placements(tensors, checkpoint, placements)
     num_bytes = sum(placement.num_bytes for placement in placements)
     return ArmRank(seconds=seconds, num_bytes=num_bytes, tensors=len(placements))
