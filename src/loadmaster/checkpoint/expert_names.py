@@ -20,7 +20,7 @@ import numpy as np
 from loadmaster.checkpoint.bank_layout import EXPERTS, LAYOUTS, BankLayout, layout_of
 from loadmaster.checkpoint.folder import Checkpoint
 from loadmaster.checkpoint.table import Entry, TensorColumns
-from loadmaster.checkpoint.texts import Texts, decimals, word
+from loadmaster.checkpoint.texts import Texts, decimals, groups, word
 from loadmaster.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -203,7 +203,6 @@ def _find_alike(names: Texts) -> _Alike:
     expert, behind = decimals(names.words, place + len(mark))
     plain = (again + len(mark) > names.stops) & (behind < names.stops) & (expert >= 0) & (expert < _MOST_EXPERTS)
     plain &= names.words[behind] & np.uint64(0xFF) == _DOT
-    head, _ = names.between(names.starts, place).take(plain).groups()
-    tail, tails = names.between(behind, names.stops).take(plain).groups()
-    _, firsts, group = np.unique(head * len(tails) + tail, return_index=True, return_inverse=True)
+    head, tail = names.between(names.starts, place).take(plain), names.between(behind, names.stops).take(plain)
+    group, firsts = groups(head, tail)
     return _Alike(row[plain], expert[plain], group, firsts, row[~plain])

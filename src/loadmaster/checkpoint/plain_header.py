@@ -20,7 +20,7 @@ import numpy as np
 
 from loadmaster.checkpoint.dtypes import DTYPES
 from loadmaster.checkpoint.table import Kind, TensorTable
-from loadmaster.checkpoint.texts import Texts, decimals, word
+from loadmaster.checkpoint.texts import Texts, decimals, groups, word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,7 +78,7 @@ def parse_plain(file: str, text: bytes) -> tuple[TensorTable, dict[str, str]] | 
         return None
     begin, end = numbers
     described = names.between(places[4] + 1, places[8] - 2)
-    kind, firsts = described.groups()
+    kind, firsts = groups(described)
     try:
         kinds = [_kind_of(described[int(first)]) for first in firsts]
     except (KeyError, ValueError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Words = NDArray[np.uint64]
 
-__all__ = ["Texts", "decimals", "word", "words_of"]
+__all__ = ["Texts", "decimals", "groups", "word", "words_of"]
 
 _LONG = 1024
 """Texts longer than this are compared by Python, one by one: the work grows with the longest of all."""
@@ -153,18 +153,6 @@ class Texts:
             return len(set(self.tolist())) <= 1
         return all(bool(np.all(column == column[:1])) for column in (self.lengths, *self._columns()))
 
-    def groups(self) -> tuple[Integers, Integers]:
-        """Number the different texts: the number of each text, and for each number the first text that has it."""
-        if self._longest <= _LONG:
-            columns = list(self._columns())
-            _, firsts, numbers = np.unique(self._mixed(columns), return_index=True, return_inverse=True)
-            like = firsts[numbers]
-            if all(np.array_equal(column, column[like]) for column in (self.lengths, *columns)):
-                return numbers, firsts
-        known: dict[str, int] = {}  # two texts have one hash: what nobody will see who does not look for it
-        numbers = np.array([known.setdefault(text, len(known)) for text in self], np.int64)
-        return numbers, np.unique(numbers, return_index=True)[1]
-
     @cached_property
     def hashes(self) -> Words:
         """A number for each text: equal ones for equal texts, and nearly always different ones for others."""
@@ -203,3 +191,37 @@ class Texts:
             if self._shortest < 8:
                 column &= _MASKS[np.minimum(self.lengths, 8)]
             yield column
+
+
+def groups(*texts: Texts) -> tuple[Integers, Integers]:
+    """Number the different texts, or the different rows of several lists of them.
+
+    Returns the number of each row, and for each number the first row that has it.
+    """
+    if max(one._longest for one in texts) <= _LONG:
+        columns: list[Integers | Words] = []
+        mixed = np.zeros(len(texts[0]), np.uint64)
+        for one in texts:
+            own = list(one._columns())
+            columns += [one.lengths, *own]
+            mixed = mixed * _FACTOR + one._mixed(own)
+        numbers, firsts = _number(mixed)
+        like = firsts[numbers]
+        if all(np.array_equal(column, column[like]) for column in columns):
+            return numbers, firsts
+    known: dict[tuple[str, ...], int] = {}  # two texts have one hash: what nobody will see who does not look for it
+    rows = zip(*texts, strict=True)
+    numbers = np.array([known.setdefault(row, len(known)) for row in rows], np.int64)
+    return _number(numbers.astype(np.uint64))
+
+
+def _number(values: Words) -> tuple[Integers, Integers]:
+    """As `numpy.unique` with first places and inverse; three times as fast, since its sort need not be stable."""
+    order = np.argsort(values)
+    ordered = values[order]
+    new = np.append(True, ordered[1:] != ordered[:-1])[: len(values)]
+    numbers = np.empty(len(values), np.int64)
+    numbers[order] = np.cumsum(new) - 1
+    starts = np.flatnonzero(new)
+    firsts = np.minimum.reduceat(order, starts) if len(starts) else starts
+    return numbers, firsts

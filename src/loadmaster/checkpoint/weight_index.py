@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from loadmaster.checkpoint.table import TensorTable
-from loadmaster.checkpoint.texts import Texts
+from loadmaster.checkpoint.texts import Texts, groups
 from loadmaster.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def _parse_plain(text: bytes) -> WeightMap | None:
     same = [_all_the_same(colons, ":"), len(commas) == 0 or _all_the_same(commas, ","), not outside.strip(_BLANKS)]
     if not all(same) or not names.is_distinct() or not _is_rest_plain(text, start, stop):
         return None
-    file, firsts = (paths := names.between(places[2] + 1, places[3])).groups()
+    paths = names.between(places[2] + 1, places[3])
+    file, firsts = groups(paths)
     files = [paths[int(first)] for first in firsts]
     controls = np.count_nonzero(np.frombuffer(text, np.uint8)[start:stop] < 0x20)
     between = sum(len(texts) * _controls(texts[0]) for texts in (colons, commas) if len(texts))
