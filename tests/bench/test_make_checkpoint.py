@@ -268,6 +268,24 @@ def test_experts_of_two_gib_are_of_the_size_that_engines_see() -> None:
     assert all(100_000 <= size <= 400_000 for size in sizes)
 
 
+@pytest.mark.parametrize("layers", [1, 3, 12])
+def test_number_of_layers_is_exact(layers: int) -> None:
+    model = fit("nvfp4-moe", 300 << 20, layers)
+    assert model.num_layers == layers
+    assert abs(model.num_bytes() - (300 << 20)) <= 0.05 * (300 << 20)
+    assert fit("nvfp4-moe", 300 << 20, 1).widths["hidden_size"] >= model.widths["hidden_size"]
+
+
+def test_layers_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^no llama checkpoint has about 1000000 bytes in 90 layers; the smallest"):
+        make_checkpoint(tmp_path, "llama", 1_000_000, layers=90)
+    with pytest.raises(InputError, match="number of tensors or of layers, not both"):
+        make_checkpoint(tmp_path, "small-tensors", tensors=10, layers=2)
+    with pytest.raises(InputError, match="number of tensors and of layers must be at least 1"):
+        make_checkpoint(tmp_path, "llama", layers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_same_arguments_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         make_checkpoint(tmp_path / name, "nvfp4-moe", SIZE, shard_bytes=SHARD, seed=seed)

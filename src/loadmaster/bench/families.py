@@ -507,7 +507,7 @@ class Model:
 SCALES = tuple(part * 0.5**halvings for halvings in range(10) for part in (1.0, 0.75))
 
 
-def fit(name: str, size_bytes: int, **fixed: int) -> Model:
+def fit(name: str, size_bytes: int, layers: int | None = None, **fixed: int) -> Model:
     """Return the widest model of the family ``name`` that has about ``size_bytes`` of tensors.
 
     The wanted number of layers matters more than real widths, real widths more than further layers; the vocabulary
@@ -515,6 +515,8 @@ def fit(name: str, size_bytes: int, **fixed: int) -> Model:
 
     Parameters
     ----------
+    layers
+        This many layers, whatever widths that gives.
     fixed
         Widths that are given and not scaled, such as ``tensor_columns=64``.
 
@@ -524,23 +526,27 @@ def fit(name: str, size_bytes: int, **fixed: int) -> Model:
         There is no such family, or none of its models is within 5 % of the size.
     """
     family = family_named(name)
-    models = [model for scale in SCALES if (model := _fit_at(family, size_bytes, scale, fixed))]
-    for least_layers in (family.wanted_layers, 8, 4, 2, 1):
+    models = [model for scale in SCALES if (model := _fit_at(family, size_bytes, scale, fixed, layers))]
+    for least_layers in (family.wanted_layers, 8, 4, 2, 1) if layers is None else (layers,):
         deep = [(_miss(model, size_bytes), model) for model in models if model.num_layers >= least_layers]
         close = next((model for miss, model in deep if miss <= 0.01), None)
         closest = close or min(deep, key=lambda pair: pair[0], default=(1.0, None))[1]
         if closest and _miss(closest, size_bytes) <= 0.05:
             return closest
-    smallest = Model(family, _widths(family, 0.0, fixed), family.least_layers)
-    raise InputError(f"no {name} checkpoint has about {size_bytes} bytes; the smallest one has {smallest.num_bytes()}")
+    smallest = Model(family, _widths(family, 0.0, fixed), layers or family.least_layers)
+    of_layers = f" in {layers} layer{'s' * (layers > 1)}" if layers else ""
+    raise InputError(
+        f"no {name} checkpoint has about {size_bytes} bytes{of_layers}; the smallest one has {smallest.num_bytes()}"
+    )
 
 
-def _fit_at(family: Family, size_bytes: int, scale: float, fixed: Widths) -> Model | None:
-    """Return the model of one scale that fills ``size_bytes``, or None where that has too few layers."""
+def _fit_at(family: Family, size_bytes: int, scale: float, fixed: Widths, layers: int | None) -> Model | None:
+    """Return the model of one scale that fills ``size_bytes``, or None where that has too few or not ``layers``."""
     widths = _widths(family, scale, fixed)
     least = Model(family, widths)
-    layers = 1 + (size_bytes - least.outer_bytes() - least.layer_bytes(0)) // least.layer_bytes(1)
-    if layers < family.least_layers:
+    most = 1 + (size_bytes - least.outer_bytes() - least.layer_bytes(0)) // least.layer_bytes(1)
+    layers = layers or most
+    if not family.least_layers <= layers <= most:
         return None
     rest = size_bytes - Model(family, widths, layers).num_bytes()
     if "vocab_size" in widths:

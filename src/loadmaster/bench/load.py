@@ -212,7 +212,7 @@ def measure_arms(
 
 
 def start_together(context: RankContext, num_bytes: int) -> None:
-    """Meet the other ranks with as much memory touched as the arm is about to fill, and free it at the start.
+    """Meet the other ranks with as much memory touched as the arm is about to fill, free it, and meet them again.
 
     The host of a virtual machine takes free pages back (free page reporting, memory balloons), and the next touch of
     each then costs several times what the guest's kernel takes: a cost of the machine, not of the arm that meets it.
@@ -220,8 +220,9 @@ def start_together(context: RankContext, num_bytes: int) -> None:
     arena = Arena(num_bytes)
     np.frombuffer(arena.buffer, np.uint8)[::4096] = 1
     context.barrier()
-    context.progress(BEGIN)
     del arena
+    context.barrier()
+    context.progress(BEGIN)
 
 
 def _placed_bytes(checkpoint: Checkpoint, settings: LoadSettings, rank: int) -> int:

@@ -80,15 +80,20 @@ class Request:
     shard_bytes: int
     seed: int
     tensors: int | None
+    layers: int | None
     version: int = FORMAT_VERSION
 
     def model(self) -> Model:
         """Return the model that was asked for, or raise an ``InputError`` that says why there is none."""
-        counts = [self.size_bytes, self.shard_bytes] + ([] if self.tensors is None else [self.tensors])
-        if min(counts) < 1 or self.seed < 0:
-            raise InputError("size, shard size and number of tensors must be at least 1, and the seed at least 0")
+        counts = [self.size_bytes, self.shard_bytes, self.tensors, self.layers]
+        if min(count for count in counts if count is not None) < 1 or self.seed < 0:
+            raise InputError(
+                "size, shard size, number of tensors and of layers must be at least 1, and the seed at least 0"
+            )
         if self.tensors is None:
-            return fit(self.family, self.size_bytes)
+            return fit(self.family, self.size_bytes, self.layers)
+        if self.layers is not None:
+            raise InputError("give a number of tensors or of layers, not both")
         if "tensor_columns" not in family_named(self.family).widths:
             raise InputError(f"a number of tensors can be chosen for small-tensors only, not for {self.family}")
         row_bytes = SMALL_TENSOR_ROWS * DTYPE_BYTES["BF16"]
@@ -130,6 +135,7 @@ def make_checkpoint(
     shard_bytes: int = 512 << 20,
     seed: int = 0,
     tensors: int | None = None,
+    layers: int | None = None,
 ) -> MadeCheckpoint:
     """Write a checkpoint of ``family`` with about ``size_bytes`` of tensors, or find it there already.
 
@@ -146,6 +152,8 @@ def make_checkpoint(
         Largest data of one file; a larger tensor gets a file by itself.
     tensors
         For the family ``small-tensors``: the exact number of tensors, which share ``size_bytes``.
+    layers
+        The exact number of layers; default deep before wide, as few models are shallow.
 
     Raises
     ------
@@ -157,7 +165,9 @@ def make_checkpoint(
     start = time.perf_counter()
     if size_bytes is None:
         size_bytes = 2 << 30 if tensors is None else tensors * SMALL_TENSOR_BYTES
-    request = Request(family=family, size_bytes=size_bytes, shard_bytes=shard_bytes, seed=seed, tensors=tensors)
+    request = Request(
+        family=family, size_bytes=size_bytes, shard_bytes=shard_bytes, seed=seed, tensors=tensors, layers=layers
+    )
     model, folder = request.model(), Path(folder)
     _require_disk(folder, model.num_bytes())
     plan = _plan(model, request)

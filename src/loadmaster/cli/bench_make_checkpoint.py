@@ -21,6 +21,7 @@ def make_checkpoint(
     shard_size: Annotated[str, typer.Option(help="Largest data of one file.")] = "512MiB",
     seed: Annotated[int, typer.Option(help="Another seed gives other bytes.")] = 0,
     tensors: Annotated[int | None, typer.Option(help="Number of tensors, for small-tensors (4 KiB each).")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers: few wide ones, or many.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a seeded safetensors checkpoint: real names and shapes of a family, the same bytes each time."""
@@ -28,7 +29,8 @@ def make_checkpoint(
     from loadmaster.bench.make_checkpoint import parse_size
 
     size_bytes = parse_size(size) if size is not None else None
-    made = make(folder, family, size_bytes, shard_bytes=parse_size(shard_size), seed=seed, tensors=tensors)
+    shard_bytes = parse_size(shard_size)
+    made = make(folder, family, size_bytes, shard_bytes=shard_bytes, seed=seed, tensors=tensors, layers=layers)
     if as_json:
         print(json.dumps({"ok": True, **asdict(made), "folder": str(made.folder)}))
         return
