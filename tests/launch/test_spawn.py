@@ -44,6 +44,12 @@ def test_a_barrier_opens_when_the_last_rank_has_come_and_opens_again() -> None:
     assert min(before for before, _ in second) >= max(before for before, _ in first)
 
 
+def test_the_collector_leaves_alone_what_there_was_at_a_barrier() -> None:
+    ((before, after),) = run(("frozen", 0))
+    assert before == 0
+    assert after > 1000  # the objects of imported modules
+
+
 def test_a_barrier_does_not_wait_for_ranks_that_are_done() -> None:
     early, ((before, after),) = run(("answer", None), ("meet", 1))
     assert early == (0, None)

@@ -171,30 +171,37 @@ def _plain_pieces(reads: Reads, buffers: Sequence[memoryview], piece_bytes: int)
     reads = reads.take(reads.num_bytes > 0)
     if not len(reads.file):
         return
-    names = np.argsort(np.argsort(np.array(reads.files)))
-    reads = reads.take(np.lexsort((reads.target, reads.offset, names[reads.file])))
+    rank = np.argsort(np.argsort(np.array(reads.files)))
+    reads, piece = _deal(reads.take(np.lexsort((reads.target, reads.offset, rank[reads.file]))), piece_bytes)
+    firsts = np.flatnonzero(np.append(True, piece[1:] != piece[:-1]))
+    lasts = np.append(firsts[1:], len(piece)) - 1
+    offset = reads.offset[firsts]
+    length = (reads.offset + reads.num_bytes)[lasts] - offset
+    placed = np.add.reduceat(reads.num_bytes, firsts)
+    piece, *vectors = _with_gaps(reads, piece)
+    borders = np.searchsorted(piece, np.arange(len(firsts) + 1))
+    with_gap = (*buffers, GAP)  # number -1
+    columns = (reads.file[firsts], offset, length, placed, borders[:-1], borders[1:])
+    for file, at, span, num_bytes, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+        stretches = Vectors(with_gap, *(column[begin:end] for column in vectors))
+        yield Piece(reads.files[file], at, span, num_bytes, stretches)
+
+
+def _deal(reads: Reads, piece_bytes: int) -> tuple[Reads, Integers]:
+    """Number the piece of each read, the reads being in the order of the file; those that a piece cannot hold are cut.
+
+    A piece ends where the next read is not close behind, at multiples of ``piece_bytes`` from the beginning of such a
+    stretch, and at as many vectors as a call takes.
+    """
     gap = reads.offset[1:] - (reads.offset + reads.num_bytes)[:-1]
     apart = (reads.file[1:] != reads.file[:-1]) | (gap < 0) | (gap > GAP_BYTES)
     stretch = np.cumsum(np.append(False, apart))
-    first = np.flatnonzero(np.append(True, apart))
-    vector = np.arange(len(stretch)) + np.cumsum(np.append(0, gap > 0) * np.append(1, ~apart))
-    crowd = (vector - vector[first][stretch]) // MAX_VECTORS
-    row, block, reads = _cut(reads, reads.offset - reads.offset[first][stretch], piece_bytes)
+    first = np.flatnonzero(np.append(True, apart))[stretch]
+    vector = np.arange(len(stretch)) + np.cumsum(np.append(False, (gap > 0) & ~apart))
+    crowd = (vector - vector[first]) // MAX_VECTORS
+    row, block, reads = _cut(reads, reads.offset - reads.offset[first], piece_bytes)
     key = np.stack([stretch[row], crowd[row], block])
-    new = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0))
-    piece = np.cumsum(new) - 1
-    ends = reads.offset + reads.num_bytes
-    firsts = np.flatnonzero(new)
-    lasts = np.append(firsts[1:], len(new)) - 1
-    placed = np.add.reduceat(reads.num_bytes, firsts)
-    vectors = _with_gaps(reads, piece)
-    borders = np.searchsorted(vectors[0], np.arange(len(firsts) + 1))
-    with_gap = (*buffers, GAP)  # number -1
-    columns = (reads.file[firsts], reads.offset[firsts], ends[lasts] - reads.offset[firsts], placed)
-    rows = zip(*(column.tolist() for column in columns), borders[:-1].tolist(), borders[1:].tolist(), strict=True)
-    for file, offset, length, num_bytes, begin, end in rows:
-        part = Vectors(with_gap, *(column[begin:end] for column in vectors[1:]))
-        yield Piece(reads.files[file], offset, length, num_bytes, part)
+    return reads, np.cumsum(np.append(False, (key[:, 1:] != key[:, :-1]).any(axis=0)))
 
 
 def _cut(reads: Reads, position: Integers, piece_bytes: int) -> tuple[Integers, Integers, Reads]:

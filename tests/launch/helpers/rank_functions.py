@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -60,6 +61,13 @@ def wait_for_file(path: str) -> None:
     """Wait until a file is there."""
     while not Path(path).exists():
         time.sleep(0.002)
+
+
+def frozen(job: int, context: RankContext) -> tuple[int, int]:
+    """How many objects the collector leaves alone before and after a barrier."""
+    before = gc.get_freeze_count()
+    context.barrier()
+    return before, gc.get_freeze_count()
 
 
 def meet(barriers: int, context: RankContext) -> list[tuple[float, float]]:
