@@ -163,7 +163,7 @@ def test_an_arm_loads_its_rank_and_finds_that_every_byte_is_right(
     done = getattr(importlib.import_module(module), name)(job, context)
     assert (done.num_bytes, done.tensors) == (num_bytes, NUM_TENSORS)
     assert 0 < done.seconds < 30
-    assert context.barriers == 2
+    assert context.barriers == 3  # memory is touched; it is free again; all have ended
     assert context.told == ["begin", "end"]
 
 

@@ -173,6 +173,7 @@ class _Team:
     failure: BaseException | None = None
     _workers: list[_Worker] = field(default_factory=list)
     _members: list[threading.Thread] = field(default_factory=list)
+    _lengths: Sequence[int] = ()
     _next: int = 0
     _running: int = 0
     _stopped: bool = False
@@ -182,6 +183,7 @@ class _Team:
 
     def run(self, threads: Callable[[], int], progress: Callable[[int], None] | None) -> None:
         self._threads = threads
+        self._lengths = [piece.length for piece in self.pieces]
         try:
             with self._lock:
                 self._grow(max(1, threads()))
@@ -254,18 +256,16 @@ class _Team:
                 self._running -= 1
                 worker.retired = True
                 return ()
-            batch: list[Piece] = []
-            num_bytes = 0
+            first, num_bytes = self._next, 0
             # The last pieces are taken one by one, so that no thread is left with a batch of them.
-            most = min(BATCH_PIECES, max(1, (len(self.pieces) - self._next) // (4 * wanted)))
-            while self._next < len(self.pieces) and len(batch) < most and num_bytes < BATCH_BYTES:
-                piece = self.pieces[self._next]
+            most = min(BATCH_PIECES, max(1, (len(self.pieces) - first) // (4 * wanted)))
+            while self._next < min(first + most, len(self.pieces)) and num_bytes < BATCH_BYTES:
+                num_bytes += self._lengths[self._next]
                 self._next += 1
-                num_bytes += piece.length
-                batch.append(piece)
+            last = self._next
             if self._running < wanted:
                 self._grow(wanted)
-        return batch
+        return [self.pieces[index] for index in range(first, last)]
 
     def _stop(self) -> None:
         with self._lock:
