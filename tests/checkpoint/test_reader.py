@@ -362,6 +362,7 @@ def test_error_of_one_thread_stops_the_others_and_leaves_nothing(matrices: Check
     class Counted(Hooked):
         def __getitem__(self, index: Any) -> Any:
             taken.append(index)
+            time.sleep(0.002)  # the one that fails needs a turn to say so
             return super().__getitem__(index)
 
     with pytest.raises(ZeroDivisionError):
