@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadmaster.checkpoint import expert_names
-from loadmaster.checkpoint.bank_layout import LAYOUTS, BankLayout
+from loadmaster.checkpoint.bank_layout import LAYOUTS, Bank, BankLayout
 from loadmaster.checkpoint.expert_names import collect_experts, layout_that_fits
+from loadmaster.checkpoint.expert_plan import ExpertShard, plan_banks
 from loadmaster.checkpoint.folder import Checkpoint, open_checkpoint
 from loadmaster.checkpoint.table import TensorColumns
 from loadmaster.errors import CheckpointError
@@ -66,6 +67,34 @@ def test_asking_once_is_asking_for_each(
     assert expert_names._Collector(layout, TensorColumns(checkpoint.tables))._asks_once
     assert not expert_names._Collector(each, TensorColumns(checkpoint.tables))._asks_once
     assert found(checkpoint, layout) == found(checkpoint, each)
+
+
+@pytest.mark.parametrize(
+    ("expert", "message"), [("4294967295", "expert 2 is missing"), ("9" * 30, "there is no expert 9")]
+)
+def test_a_huge_number_of_an_expert_costs_no_memory(tmp_path: Path, expert: str, message: str) -> None:
+    names = [
+        f"layers.0.experts.{number}.{part}_proj.weight"
+        for number in ("0", "1", expert)
+        for part in ("gate", "up", "down")
+    ]
+    with pytest.raises(CheckpointError, match=message):
+        plan_banks(named(tmp_path, names), LAYOUTS["per-expert"], ExpertShard())
+
+
+def test_a_number_of_experts_that_nobody_has_costs_no_memory(tmp_path: Path) -> None:
+    names = [f"layers.0.experts.{number}.{part}_proj.weight" for number in "01" for part in ("gate", "up", "down")]
+    named(tmp_path, names)
+    (tmp_path / "config.json").write_text(f'{{"num_experts": {10**30}}}')
+    with pytest.raises(CheckpointError, match="expert 2 is missing"):
+        plan_banks(open_checkpoint(tmp_path), LAYOUTS["per-expert"], ExpertShard())
+
+
+def test_a_negative_number_is_no_expert(tmp_path: Path) -> None:
+    pattern = r"layers\.(?P<layer>\d+)\.experts\.(?P<expert>-?\d+)\.(?P<projection>up)"
+    layout = BankLayout(name="own", pattern=pattern, banks={"up": Bank(parts=("up",))})
+    with pytest.raises(CheckpointError, match="there is no expert -1"):
+        plan_banks(named(tmp_path, ["layers.0.experts.-1.up"]), layout, ExpertShard())
 
 
 @pytest.mark.parametrize("family", SIZES)

@@ -472,6 +472,14 @@ def test_what_may_not_be_read_is_one_sentence(without_rights: dict[str, str], pa
 # A part of a checkpoint.
 
 
+def test_a_name_in_two_files_is_refused_beside_a_very_long_one(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"1.safetensors": {"x": torch.ones(1), "L" * 1025: torch.ones(1)}})
+    write_shards(tmp_path, {"2.safetensors": {"x": torch.ones(1)}})
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="tensor 'x' is in two files"):
+        open_checkpoint(tmp_path)
+
+
 def test_subset_has_the_wanted_tensors_alone_and_leaves_the_whole_as_it_was(tmp_path: Path) -> None:
     write_shards(tmp_path, {f"{name}.safetensors": {name: torch.ones(3), f"{name}2": torch.ones(2)} for name in "ab"})
     whole = open_checkpoint(tmp_path)

@@ -60,6 +60,17 @@ def test_the_hash_of_a_text_does_not_depend_on_its_company(word: str, others: li
     assert Texts.of([word]).hashes[0] == Texts.of([word, *others]).hashes[0]
 
 
+def test_a_hash_does_not_depend_on_a_long_text_beside_it() -> None:
+    assert Texts.of(["x"]).hashes[0] == Texts.of(["x", "a" * 5000]).hashes[0]
+
+
+def test_names_that_differ_in_two_bytes_have_hashes_of_their_own() -> None:
+    letters = [chr(code) for code in range(33, 127)]
+    for at in range(8):
+        names = ["x" * at + one + "x" * 7 + other + "x" * (15 - at) for one in letters for other in letters]
+        assert len(set(Texts.of(names).hashes.tolist())) == len(names)
+
+
 @given(rows=st.lists(st.tuples(WORDS, WORDS), max_size=12))
 def test_rows_are_grouped_by_all_their_texts(rows: list[tuple[str, str]]) -> None:
     number, first = groups(Texts.of(one for one, _ in rows), Texts.of(other for _, other in rows))

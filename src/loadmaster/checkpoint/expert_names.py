@@ -146,8 +146,8 @@ class _Collector:
             raise CheckpointError(
                 f"{self._file(row)}: tensor {name!r}: layer {words['layer']!r} or expert {expert!r} is no number"
             ) from None
-        if number >= _MOST_EXPERTS:
-            raise CheckpointError(f"{self._file(row)}: tensor {name!r}: there are no {number} experts")
+        if number >= _MOST_EXPERTS or (number < 0 and expert is not None):
+            raise CheckpointError(f"{self._file(row)}: tensor {name!r}: there is no expert {number}")
         return self.slots.setdefault((layer, *place), len(self.slots)), number
 
     def _file(self, row: int) -> str:

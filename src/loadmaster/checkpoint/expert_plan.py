@@ -244,7 +244,6 @@ class _LayerPlanner:
     def _entries(self, name: str, index: int) -> tuple[Integers, Integers]:
         """The row of each kept expert's tensor of a part, and the expert's number within the tensor."""
         rows, experts = self.given[name][index]
-        kept = np.arange(self.experts.start, self.experts.stop, self.experts.step)
         if experts is None:
             entry = self.columns.entry(rows[0])
             if not entry.shape or entry.shape[0] != self.number:
@@ -253,11 +252,13 @@ class _LayerPlanner:
                     f"{self.number} experts"
                 )
             self.num_entries += 1
+            kept = np.arange(self.experts.start, self.experts.stop, self.experts.step)
             return np.full(len(kept), rows[0]), kept
         if len(rows) != self.number:
             missing = int(np.argmin(np.append(experts, -1) == np.arange(len(experts) + 1)))
             part = self.layout.banks[name].parts[index]
             raise CheckpointError(f"layer {self.layer}: {part!r} of expert {missing} is missing (bank {name})")
+        kept = np.arange(self.experts.start, self.experts.stop, self.experts.step)
         self.num_entries += len(kept)
         return rows[kept], np.zeros_like(kept)
 

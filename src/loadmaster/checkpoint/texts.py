@@ -31,7 +31,7 @@ _LONG = 1024
 
 _MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)  # from the golden ratio: odd, and its bits are spread evenly
-_SHIFT = np.uint64(29)
+_SHIFTS = (np.uint64(32), np.uint64(29))
 
 
 def words_of(buffer: bytes) -> Words:
@@ -156,17 +156,23 @@ class Texts:
     @cached_property
     def hashes(self) -> Words:
         """A number for each text: equal ones for equal texts, and nearly always different ones for others."""
-        if self._longest > _LONG:
-            return np.array([hash(text) & 0xFFFF_FFFF_FFFF_FFFF for text in self], np.uint64)
-        return self._mixed(self._columns())
+        if self._longest <= _LONG:
+            return self._mixed(self._columns())
+        short = self.lengths <= _LONG  # hashed as those in other lists are
+        result = np.empty(len(self), np.uint64)
+        result[short] = self.take(short).hashes
+        result[~short] = [hash(text) & 0xFFFF_FFFF_FFFF_FFFF for text in self.take(~short)]
+        return result
 
     def _mixed(self, columns: Iterable[Words]) -> Words:
         """One number out of the columns; those that begin behind the end of a text do not count for it."""
         result = self.lengths.astype(np.uint64)
         for number, column in enumerate(columns):
             mixed = column * (_FACTOR + np.uint64(2 * number))
-            mixed ^= mixed >> _SHIFT
-            mixed *= _FACTOR
+            for shift in _SHIFTS:  # so that a change in any byte reaches all bits, from the top byte on too
+                mixed ^= mixed >> shift
+                mixed *= _FACTOR
+            mixed ^= mixed >> _SHIFTS[0]
             if 8 * number >= self._shortest:
                 mixed *= 8 * number < self.lengths
             result += mixed
