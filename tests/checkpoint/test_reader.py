@@ -354,19 +354,17 @@ def test_error_of_one_thread_stops_the_others_and_leaves_nothing(matrices: Check
     _, destinations = new_memory(placements)
     pieces = plan_pieces(placements, destinations, 16 << 10)
 
-    def fail() -> None:
-        raise ZeroDivisionError
-
     taken: list[int] = []
 
-    class Counted(Hooked):
+    class Failing(Slow):
         def __getitem__(self, index: Any) -> Any:
             taken.append(index)
-            time.sleep(0.002)  # the one that fails needs a turn to say so
+            if index == 5:
+                raise ZeroDivisionError
             return super().__getitem__(index)
 
     with pytest.raises(ZeroDivisionError):
-        read_pieces(Counted(pieces, 5, fail), matrices.files, 3)
+        read_pieces(Failing(pieces, seconds=0.002), matrices.files, 3)
     assert left_behind() == []
     assert len(taken) < len(pieces) // 2
 

@@ -252,15 +252,19 @@ class _LayerPlanner:
                     f"{self.number} experts"
                 )
             self.num_entries += 1
-            kept = np.arange(self.experts.start, self.experts.stop, self.experts.step)
+            kept = self._kept()
             return np.full(len(kept), rows[0]), kept
         if len(rows) != self.number:
             missing = int(np.argmin(np.append(experts, -1) == np.arange(len(experts) + 1)))
             part = self.layout.banks[name].parts[index]
             raise CheckpointError(f"layer {self.layer}: {part!r} of expert {missing} is missing (bank {name})")
-        kept = np.arange(self.experts.start, self.experts.stop, self.experts.step)
+        kept = self._kept()
         self.num_entries += len(kept)
         return rows[kept], np.zeros_like(kept)
+
+    def _kept(self) -> Integers:
+        """The kept experts; only when it is known that there are so many, since a file may name any number."""
+        return np.arange(self.experts.start, self.experts.stop, self.experts.step)
 
     def _fill(self, name: str, bank: Bank, work: Work) -> PlannedBank:
         parts = [self._entries(name, index) for index in range(len(bank.parts))]

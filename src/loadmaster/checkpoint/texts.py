@@ -52,7 +52,8 @@ def word(text: bytes) -> int:
 
 _ONES = np.uint64(0x0101010101010101)
 _HIGH = np.uint64(0x80) * _ONES
-_SWAPPED_LOW_BITS = np.array([0, *(0x80 << 8 * count for count in range(8))], np.uint64)
+_HIGH_BITS = np.array([0, *(0x80 << 8 * count for count in range(8))], np.uint64)
+"""The high bit of each lane by itself, from the first byte on."""
 
 
 def decimals(words: Words, at: Integers) -> tuple[Integers, Integers]:
@@ -79,7 +80,7 @@ def _up_to_eight(word: Words) -> tuple[Integers, Integers]:
     lanes = word ^ (np.uint64(ord("0")) * _ONES)
     others = ((lanes + np.uint64(0x76) * _ONES) | lanes) & _HIGH  # the high bit where a lane is above 9
     first = others & (~others + np.uint64(1))
-    length = np.searchsorted(_SWAPPED_LOW_BITS, first) - 1
+    length = np.searchsorted(_HIGH_BITS, first) - 1
     length[first == 0] = 8
     lanes <<= (64 - 8 * np.maximum(length, 1)).astype(np.uint64)  # leading zeros where there are fewer
     for factor, mask, shift in _JOINS:

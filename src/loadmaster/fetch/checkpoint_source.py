@@ -11,19 +11,17 @@ from loadmaster.checkpoint.load import tensor_at
 from loadmaster.checkpoint.pieces import Read, Reads, plan_runs
 from loadmaster.checkpoint.safetensors import FileIdentity
 from loadmaster.errors import CheckpointError, InputError
+from loadmaster.fetch.parts_source import PartsSource
 from loadmaster.fetch.source import (
     Part,
     SourceEntry,
-    bytes_of,
     check_part,
-    never_stopped,
-    part_of,
     read_until_stopped,
     with_version,
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["CheckpointSource"]
 
@@ -36,7 +34,7 @@ class Located(NamedTuple):
     rows: list[tuple[str, int, int, int, int]]
 
 
-class CheckpointSource:
+class CheckpointSource(PartsSource):
     """A safetensors checkpoint as a source: a file, a folder or an indexed folder.
 
     Parameters
@@ -112,18 +110,6 @@ class CheckpointSource:
 
         identities = {file: FileIdentity(*identity) for file, identity in located.files}
         read_until_stopped(pieces, identities, self.threads, stopped, name_at)
-
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Read one tensor."""
-        entry = self.entry(name)
-        self.read_parts([part_of(name, entry)], bytes_of(destination, name, entry.shape, entry.dtype), never_stopped)
-
-    def read_rows(self, name: str, start: int, stop: int, destination: torch.Tensor) -> None:
-        """Read rows ``start`` to ``stop`` of one tensor."""
-        entry = self.entry(name)
-        part = part_of(name, entry, start, stop)
-        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-        self.read_parts([part], bytes_of(destination, name, shape, entry.dtype), never_stopped)
 
     def read_parts(self, parts: Sequence[Part], buffer: memoryview, stopped: Callable[[], bool]) -> None:
         """Read many parts straight into ``buffer``, neighbours of a file in one go; see `SourceReader.read_parts`."""

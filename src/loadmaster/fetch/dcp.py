@@ -28,13 +28,11 @@ from loadmaster.checkpoint.pieces import PlacedRun, Reads, plan_runs
 from loadmaster.checkpoint.placement import Run
 from loadmaster.checkpoint.safetensors import FileIdentity
 from loadmaster.errors import CheckpointError, InputError
+from loadmaster.fetch.parts_source import PartsSource
 from loadmaster.fetch.source import (
     Part,
     SourceEntry,
-    bytes_of,
     check_part,
-    never_stopped,
-    part_of,
     read_until_stopped,
     tensor_in,
     with_version,
@@ -77,7 +75,7 @@ class _Stored(NamedTuple):
     chunks: list[_Chunk]
 
 
-class DcpSource:
+class DcpSource(PartsSource):
     """A folder that ``torch.distributed.checkpoint`` wrote, in whatever sharding, as a source of whole tensors.
 
     Names are those of the flattened state dict, such as ``model.layers.0.weight``; what is no tensor is left out.
@@ -138,18 +136,6 @@ class DcpSource:
     def entry(self, name: str) -> SourceEntry:
         """Shape and dtype, from the metadata."""
         return self._find(name).entry
-
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Read one tensor."""
-        entry = self.entry(name)
-        self.read_parts([part_of(name, entry)], bytes_of(destination, name, entry.shape, entry.dtype), never_stopped)
-
-    def read_rows(self, name: str, start: int, stop: int, destination: torch.Tensor) -> None:
-        """Read rows ``start`` to ``stop`` of one tensor, from those chunks alone that hold some of them."""
-        entry = self.entry(name)
-        part = part_of(name, entry, start, stop)
-        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-        self.read_parts([part], bytes_of(destination, name, shape, entry.dtype), never_stopped)
 
     def read_parts(self, parts: Sequence[Part], buffer: memoryview, stopped: Callable[[], bool]) -> float:
         """Read many parts, each file opened once and read in its order; see `SourceReader.read_parts`.
