@@ -279,6 +279,8 @@ def test_number_of_layers_is_exact(layers: int) -> None:
 def test_layers_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^no llama checkpoint has about 1000000 bytes in 90 layers; the smallest"):
         make_checkpoint(tmp_path, "llama", 1_000_000, layers=90)
+    with pytest.raises(InputError, match=r"in 1 layer; the smallest"):
+        make_checkpoint(tmp_path, "deepseek-fp8", 300 << 20, layers=1)  # its first layer has no experts
     with pytest.raises(InputError, match="number of tensors or of layers, not both"):
         make_checkpoint(tmp_path, "small-tensors", tensors=10, layers=2)
     with pytest.raises(InputError, match="number of tensors and of layers must be at least 1"):

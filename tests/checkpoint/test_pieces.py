@@ -194,6 +194,33 @@ def test_small_gaps_are_read_along_and_not_counted() -> None:
     assert (first.num_bytes, stretches(second), second.num_bytes) == (16, [(memory, 12, 16)], 4)
 
 
+@given(
+    reads=st.lists(
+        st.tuples(
+            st.sampled_from("ba"), st.integers(0, 2000), st.integers(0, 60), st.integers(0, 1), st.integers(0, 9)
+        ),
+        max_size=12,
+    ),
+    piece_bytes=st.integers(1, 200),
+)
+def test_reads_that_overlap_or_lie_apart_move_every_byte_once(
+    reads: list[tuple[str, int, int, int, int]], piece_bytes: int
+) -> None:
+    buffers = [memoryview(bytearray(1)), memoryview(bytearray(2))]
+    reads = [(*read[:4], 1000 * number + read[4]) for number, read in enumerate(reads)]  # each to a place of its own
+    wanted = Counter(
+        (file, offset + byte, id(buffers[number]), target + byte)
+        for file, offset, size, number, target in reads
+        for byte in range(size)
+    )
+    moved: Counter[tuple[str, int, int, int]] = Counter()
+    for piece in plan_runs(Reads.of(reads), [], buffers, piece_bytes):
+        assert 0 < piece.num_bytes <= piece.length <= max(piece_bytes, piece.num_bytes)
+        for source, buffer, target, size in spans(piece):
+            moved.update((piece.file, source + byte, buffer, target + byte) for byte in range(size))
+    assert moved == wanted
+
+
 @pytest.mark.parametrize("piece_bytes", [8, 11, 12, 13])
 def test_no_piece_ends_with_a_gap(piece_bytes: int) -> None:
     memory = memoryview(bytearray(100))

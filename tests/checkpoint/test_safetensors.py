@@ -369,6 +369,29 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(random: Random) -> No
             assert (quick[0].entries(), quick[1]) == _parse_any("file", model.text)
 
 
+PLAIN = (
+    b'{"__metadata__":{"format":"pt"},"a.b":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},'
+    b'"c":{"dtype":"F32","shape":[],"data_offsets":[12,16]},"d":{"dtype":"F4","shape":[4],"data_offsets":[16,18]}}  '
+)
+
+
+@pytest.mark.parametrize("replacement", [b"", b" ", b'"', b",", b"[", b"}", b"0", b"7", b"x", b"\\", b"\x01", b"\xc3"])
+def test_a_byte_that_differs_is_noticed_or_harmless(replacement: bytes) -> None:
+    assert parse_plain("file", PLAIN) is not None
+    for at in range(len(PLAIN)):
+        text = PLAIN[:at] + replacement + PLAIN[at + 1 :]
+        quick = parse_plain("file", text)
+        if quick is not None:
+            assert (quick[0].entries(), quick[1]) == _parse_any("file", text), text
+
+
+def test_a_tensor_that_does_not_fill_its_last_byte_is_not_read_quickly() -> None:
+    text = b'{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}'
+    assert parse_plain("file", text) is None
+    with pytest.raises(CheckpointError, match="does not fill whole bytes"):
+        _parse_any("file", text)
+
+
 def test_what_writers_write_is_read_the_quick_way(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": random_tensor((2, 3)), "b": random_tensor(())}, path, {"k": "v"})

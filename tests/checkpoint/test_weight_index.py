@@ -82,6 +82,12 @@ def test_what_writers_write_is_read_the_quick_way() -> None:
     assert _parse_plain(text.encode()) is not None
 
 
+def test_a_name_given_twice_is_not_read_quickly() -> None:
+    text = b'{"weight_map": {"a": "one", "a": "two"}}'
+    assert _parse_plain(text) is None
+    assert as_dict(parse_index(INDEX, text)) == {"a": "two"}  # as JSON has it
+
+
 def tables() -> dict[str, TensorTable]:
     """Two files: a and b in one, c in the other."""
     rows = {"folder/one": ["a", "b"], "folder/two": ["c"]}

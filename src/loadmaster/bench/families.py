@@ -527,7 +527,7 @@ def fit(name: str, size_bytes: int, layers: int | None = None, **fixed: int) -> 
     """
     family = family_named(name)
     models = [model for scale in SCALES if (model := _fit_at(family, size_bytes, scale, fixed, layers))]
-    for least_layers in (family.wanted_layers, 8, 4, 2, 1) if layers is None else (layers,):
+    for least_layers in (family.wanted_layers, 8, 4, 2, 1):
         deep = [(_miss(model, size_bytes), model) for model in models if model.num_layers >= least_layers]
         close = next((model for miss, model in deep if miss <= 0.01), None)
         closest = close or min(deep, key=lambda pair: pair[0], default=(1.0, None))[1]
