@@ -375,14 +375,16 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize("replacement", [b"", b" ", b'"', b",", b"[", b"}", b"0", b"7", b"x", b"\\", b"\x01", b"\xc3"])
+@pytest.mark.parametrize(
+    "replacement", [b"", b" ", b'"', b",", b"[", b"}", b"0", b"7", b"x", b"xf", b"\\", b"\x01", b"\xc3"]
+)
 def test_a_byte_that_differs_is_noticed_or_harmless(replacement: bytes) -> None:
     assert parse_plain("file", PLAIN) is not None
     for at in range(len(PLAIN)):
-        text = PLAIN[:at] + replacement + PLAIN[at + 1 :]
-        quick = parse_plain("file", text)
-        if quick is not None:
-            assert (quick[0].entries(), quick[1]) == _parse_any("file", text), text
+        for text in (PLAIN[:at] + replacement + PLAIN[at + 1 :], PLAIN[:at] + replacement + PLAIN[at:]):
+            quick = parse_plain("file", text)
+            if quick is not None:
+                assert (quick[0].entries(), quick[1]) == _parse_any("file", text), text
 
 
 def test_a_tensor_that_does_not_fill_its_last_byte_is_not_read_quickly() -> None:

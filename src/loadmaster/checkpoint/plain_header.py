@@ -42,17 +42,16 @@ _LITERALS = tuple(
     for quote, distance, text in (
         (1, 0, b'":{"dtyp'),
         (1, 3, b'"dtype":'),
-        (5, 0, b'","shape'),
-        (5, 3, b'shape":['),
         (8, -2, b'],"data_'),
         (8, 1, b"data_off"),
         (9, -5, b'fsets":['),
     )
 )
-"""What stands at a distance from a quote of every tensor; together all that is between its five texts."""
+"""What stands at a distance from a quote of every tensor. Dtype and shape with what is between them are one text, of
+which there are few: `_kind_of` looks at it."""
 
-_DISTANCES = ((1, 2, 3), (2, 3, 6), (3, 4, 2), (5, 6, 2), (6, 7, 6), (8, 9, 13))
-"""Pairs of quotes and how far they are apart."""
+_DISTANCES = ((3, 4, 2), (8, 9, 13))
+"""Pairs of quotes and how far they are apart, where no literal tells it."""
 
 _SIZE = r"(?:0|[1-9][0-9]{0,18})"
 _SHAPE = re.compile(rf"(?:{_SIZE}(?:,{_SIZE})*)?")
